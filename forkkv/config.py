@@ -85,10 +85,11 @@ class EngineConfig:
         cache, sched, lora = self.cache, self.scheduler, self.lora
         if cache.block_size < 1 or cache.block_size & (cache.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, got {cache.block_size}")
-        if sched.max_num_batched_tokens < cache.block_size:
-            raise ConfigError("--max-num-batched-tokens must be at least --block-size")
-        if sched.max_num_seqs < 1 or sched.max_num_seqs > sched.max_num_batched_tokens:
-            raise ConfigError("--max-num-seqs must be between 1 and --max-num-batched-tokens")
+        if sched.max_num_seqs < 1:
+            raise ConfigError("--max-num-seqs must be at least 1")
+        if sched.max_num_batched_tokens < sched.max_num_seqs + cache.block_size:
+            # A base chunk ends on a block boundary: with less, decode of a full batch would starve every prompt.
+            raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs plus --block-size")
         if sched.fork_tail < 1:
             raise ConfigError("--fork-tail must be at least 1")
         if sched.residual_fanout < 0:

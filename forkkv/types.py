@@ -349,7 +349,7 @@ class EngineInfo:
     block_size: int
     kv_capacity_tokens: int
     residual_capacity_tokens: int
-    """Tokens of one rank-16 K and V residual that the rCache holds."""
+    """Tokens of the widest adapter's residual that the rCache holds."""
     adapters: tuple[AdapterMeta, ...] = ()
     reports: tuple[AdapterReport, ...] = ()
     device: str = "cpu"

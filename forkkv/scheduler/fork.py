@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forkkv.types import AdapterKind, KVSharing
+from forkkv.types import AdapterKind, AdapterMeta, KVSharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,13 @@ def is_shared(kind: AdapterKind, mode: KVSharing, requested: str | None = None) 
     if mode == "none" or requested == "none":
         return False
     return kind != "plain" or mode == "fork"
+
+
+def reads_residual(adapter: AdapterMeta, mode: KVSharing) -> bool:
+    """Whether shared requests for `adapter` complete base K, V by a residual: it has k_proj or v_proj weights, and
+    is no aLoRA, whose prefix is the base model's by definition."""
+    has_residual = bool(adapter.rank_k or adapter.rank_v) and adapter.kind != "alora"
+    return has_residual and is_shared(adapter.kind, mode)
 
 
 def fork_point(
