@@ -57,7 +57,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, tuple[EngineRequest, Expected]] = {}
         self.received: dict[tuple[str, int], list[int]] = {}
         self.count = 0
+        self.history: list[tuple[list[int], int, str]] = []
         self.failures_in_a_row = 0
+        self.in_step = False
 
     @precondition(lambda self: len(self.requests) < 10)
     @rule(
@@ -72,22 +74,39 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add(self, prompt, adapter_id, salt, n, max_tokens, fork_at, sharing, copies):
         for _ in range(copies):
-            self.count += 1
-            sampling = SamplingParams(max_tokens=max_tokens, seed=7, ignore_eos=True)
-            request = EngineRequest(
-                f"r{self.count}", list(prompt), sampling, adapter_id, n, salt, sharing, fork_at=fork_at
-            )
-            adapter = self.executor.by_id.get(adapter_id)
-            expected = expect(request, adapter, self.config.kv_sharing, BLOCK, TAIL)
-            try:
-                self.scheduler.add(request)
-            except RequestError:
-                continue
-            self.requests[request.request_id] = (request, expected)
-            for index in range(n):
-                name = request.request_id if n == 1 else f"{request.request_id}#{index}"
-                self.executor.expected[name] = expected
-                self.received[request.request_id, index] = []
+            self._add(prompt, adapter_id, salt, n, max_tokens, fork_at, sharing)
+
+    @precondition(lambda self: self.history and len(self.requests) < 10)
+    @rule(
+        which=st.integers(0, 5),
+        adapter_id=st.sampled_from([None, None, 0, 1, 5]),
+        more=st.lists(st.integers(0, VOCAB - 1), max_size=6),
+        fork_at=st.sampled_from([None, 3, 8, 13, 99]),
+        sharing=st.sampled_from([None, None, "none"]),
+    )
+    def add_again(self, which, adapter_id, more, fork_at, sharing):
+        """An earlier prompt, perhaps continued, from the same or another agent, at another fork point."""
+        prompt, earlier_id, salt = self.history[which % len(self.history)]
+        self._add(prompt + more, earlier_id if adapter_id is None else adapter_id, salt, 1, 3, fork_at, sharing)
+
+    def _add(self, prompt, adapter_id, salt, n, max_tokens, fork_at, sharing):
+        self.count += 1
+        self.history = [(list(prompt), adapter_id, salt), *self.history[:5]]
+        sampling = SamplingParams(max_tokens=max_tokens, seed=7, ignore_eos=True)
+        request = EngineRequest(
+            f"r{self.count}", list(prompt), sampling, adapter_id, n, salt, sharing, fork_at=fork_at
+        )
+        adapter = self.executor.by_id.get(adapter_id)
+        expected = expect(request, adapter, self.config.kv_sharing, BLOCK, TAIL)
+        try:
+            self.scheduler.add(request)
+        except RequestError:
+            return
+        self.requests[request.request_id] = (request, expected)
+        for index in range(n):
+            name = request.request_id if n == 1 else f"{request.request_id}#{index}"
+            self.executor.expected[name] = expected
+            self.received[request.request_id, index] = []
 
     @rule(data=st.data(), fail=st.sampled_from([False] * 7 + [True]), abort=st.sampled_from([False] * 5 + [True]))
     def step(self, data, fail, abort):
@@ -112,9 +131,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.kv.drop_digest(digest)
 
     def _step(self, fail, data):
+        self.in_step = True
         plan = self.scheduler.schedule()
         if plan is None:
             self._receive(self.scheduler.take_outputs())
+            self.in_step = False
             return
         self._check()
         if data is not None and self.requests:
@@ -122,6 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._check()
         self.failures_in_a_row = self.failures_in_a_row + 1 if fail else 0
         self._receive(self.scheduler.apply(self.executor.execute(plan, fail)))
+        self.in_step = False
 
     def _abort(self, request_id):
         self.scheduler.abort([request_id])
@@ -164,8 +186,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({s.sequence_id for s in running}) == len(running) <= self.config.max_num_seqs
 
     def teardown(self):
-        if not hasattr(self, "kv"):
-            return
+        if not hasattr(self, "kv") or self.in_step:
+            return  # never started, or a step raised: that is the failure to report
         for _ in range(3000):
             if not self.scheduler.has_work:
                 break

@@ -1,0 +1,204 @@
+"""Which decode rows are computed together: one cluster per shared prefix, its blocks read once for all rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkkv.attention.batch import ForwardBatch, HostRows
+from forkkv.attention.paged import BlockRun, block_runs, to_device
+from forkkv.attention.prefill import row_units
+
+_LONG_CONTEXT = 1024
+"""Tokens from which a row without a shared prefix is read on its own instead of in a padded batch."""
+_EXPANSION_ELEMENTS = 1 << 20
+"""Expanded residual elements (rows * tokens * Hkv * D) per matrix product, so that they stay in the caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualRows:
+    """Rows [lo, hi) of a cluster whose residuals are expanded together, padded with null units to `num_blocks`.
+
+    `k_units`, `v_units` [rows * num_blocks * tiles] (None: no row has that half); `slots` [rows]; `cos`, `sin`
+    [num_blocks, D / 2]: rotation of the first token of each block. `kv_blocks`, `rms_units` [rows * num_blocks] for
+    QK-norm, null where a row has no K residual.
+    """
+
+    lo: int
+    hi: int
+    num_blocks: int
+    slots: Tensor
+    k_units: Tensor | None
+    v_units: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    kv_blocks: Tensor | None
+    rms_units: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCluster:
+    """R rows with one query each. Context position t < num_shared lies in `shared`, for all rows alike; the rest of
+    row i at the flat slots `tail_slots[:, i]`, padded with the null block's slot 0 (zeros)."""
+
+    tokens: Tensor
+    num_shared: int
+    shared: tuple[BlockRun, ...]
+    tail_slots: Tensor
+    """[tail * R], position major."""
+    tail_len: int
+    tail_padding: Tensor | None
+    """[R, tail] True where a row has no token; None when all tails are equally long."""
+    residuals: tuple[ResidualRows, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+
+def plan_clusters(
+    batch: ForwardBatch, rows: list[int], kv_size: int, cos: Tensor, sin: Tensor, qk_norm: bool
+) -> tuple[DecodeCluster, ...]:
+    """Partition the single-query rows `rows` of a batch. `kv_size` = Hkv * D; `cos`, `sin` [positions, D / 2]."""
+    host, block_size = batch.host, batch.block_size
+    left = dict.fromkeys(rows)
+    parts: list[tuple[int, list[int]]] = []
+    for group in batch.groups:
+        members = [row for row in group.rows if row in left]
+        if len(members) > 1:
+            parts += _refine(host, members, block_size)
+        for row in members:
+            del left[row]
+    short = [row for row in left if host.seq_lens[row] <= _LONG_CONTEXT]
+    if short:
+        parts.append((0, short))
+    parts += [(int(host.seq_lens[row] - 1) // block_size, [row]) for row in left if host.seq_lens[row] > _LONG_CONTEXT]
+    return tuple(_plan_cluster(batch, shared, members, kv_size, cos, sin, qk_norm) for shared, members in parts)
+
+
+def _refine(host: HostRows, members: list[int], block_size: int) -> list[tuple[int, list[int]]]:
+    """(shared leading blocks, rows) of the members of one group.
+
+    What decode rows share may be more than what the whole group shares. Where long contexts remain behind the common
+    part (two documents behind one system prompt), rows are split by the block in which they part.
+    """
+    deepest = int(host.seq_lens[members].min() - 1) // block_size
+    tables = host.kv_block_table[members, :deepest]
+    differs = (tables != tables[0]).any(axis=0)
+    shared = int(differs.argmax()) if differs.any() else deepest
+    left_over = int(host.seq_lens[members].max()) - shared * block_size
+    if len(members) == 1 or left_over <= _LONG_CONTEXT:
+        return [(shared, members)]
+    by_next: dict[int, list[int]] = {}
+    for row in members:
+        by_next.setdefault(int(host.kv_block_table[row, shared]), []).append(row)
+    if len(by_next) == 1:
+        return [(shared, members)]
+    return [part for rows in by_next.values() for part in _refine(host, rows, block_size)]
+
+
+def _plan_cluster(
+    batch: ForwardBatch, shared: int, members: list[int], kv_size: int, cos: Tensor, sin: Tensor, qk_norm: bool
+) -> DecodeCluster:
+    host, block_size, device = batch.host, batch.block_size, batch.input_ids.device
+    reads = {row: int(host.residual_len[row]) if host.read_slot[row] >= 0 else 0 for row in members}
+    members = sorted(members, key=lambda row: reads[row])
+    rows = np.asarray(members)
+    num_shared = shared * block_size
+    lengths = host.seq_lens[rows]
+    positions = np.arange(num_shared, int(lengths.max()))[:, None]
+    slots = host.kv_block_table[rows[None, :], positions // block_size] * np.int64(block_size) + positions % block_size
+    padding = positions >= lengths[None, :]
+    slots[padding] = 0
+    return DecodeCluster(
+        tokens=to_device(host.cu_seqlens_q[rows], device),
+        num_shared=num_shared,
+        shared=block_runs(host.kv_block_table[members[0], :shared], device),
+        tail_slots=to_device(slots.ravel(), device),
+        tail_len=len(positions),
+        tail_padding=to_device(padding.T, device, torch.bool) if padding.any() else None,
+        residuals=_plan_residuals(host, members, reads, block_size, kv_size, cos, sin, qk_norm),
+    )
+
+
+def _plan_residuals(
+    host: HostRows,
+    members: list[int],
+    reads: dict[int, int],
+    block_size: int,
+    kv_size: int,
+    cos: Tensor,
+    sin: Tensor,
+    qk_norm: bool,
+) -> tuple[ResidualRows, ...]:
+    """Batches of the rows with a residual, which stand at the end of `members` in ascending order of length."""
+    out: list[ResidualRows] = []
+    hi = len(members)
+    while hi > 0 and reads[members[hi - 1]] > 0:
+        longest = reads[members[hi - 1]]
+        lo = max(0, hi - max(1, _EXPANSION_ELEMENTS // (longest * kv_size)))
+        while reads[members[lo]] == 0:
+            lo += 1
+        out.append(
+            _residual_rows(host, members[lo:hi], lo, reads, longest // block_size, block_size, cos, sin, qk_norm)
+        )
+        hi = lo
+    return tuple(out)
+
+
+def _residual_rows(
+    host: HostRows,
+    rows: list[int],
+    lo: int,
+    reads: dict[int, int],
+    num_blocks: int,
+    block_size: int,
+    cos: Tensor,
+    sin: Tensor,
+    qk_norm: bool,
+) -> ResidualRows:
+    device = cos.device
+    k_units = _padded_units(host.residual_k_table, host.k_tiles, host, rows, reads, num_blocks, block_size)
+    v_units = _padded_units(host.residual_v_table, host.v_tiles, host, rows, reads, num_blocks, block_size)
+    kv_blocks = rms_units = None
+    if qk_norm and k_units is not None:
+        first_tile = k_units[:, :, 0]
+        kv_blocks = to_device(np.where(first_tile > 0, host.kv_block_table[rows, :num_blocks], 0).ravel(), device)
+        rms_units = to_device(first_tile.ravel(), device)
+    return ResidualRows(
+        lo=lo,
+        hi=lo + len(rows),
+        num_blocks=num_blocks,
+        slots=to_device(host.read_slot[rows], device),
+        k_units=None if k_units is None else to_device(k_units.ravel(), device),
+        v_units=None if v_units is None else to_device(v_units.ravel(), device),
+        cos=cos[: num_blocks * block_size : block_size],
+        sin=sin[: num_blocks * block_size : block_size],
+        kv_blocks=kv_blocks,
+        rms_units=rms_units,
+    )
+
+
+def _padded_units(
+    table: np.ndarray,
+    tiles: np.ndarray,
+    host: HostRows,
+    rows: list[int],
+    reads: dict[int, int],
+    num_blocks: int,
+    block_size: int,
+) -> np.ndarray | None:
+    """Units [rows, num_blocks, tiles] with the null unit beyond a row's residual and rank; None without any."""
+    widest = int(tiles[rows].max())
+    if widest == 0:
+        return None
+    out = np.zeros((len(rows), num_blocks, widest), dtype=np.int64)
+    for i, row in enumerate(rows):
+        own, count = reads[row] // block_size, int(tiles[row])
+        units = row_units(table, host, row, own, count)
+        if units is not None:
+            out[i, :own, :count] = units
+    return out

@@ -1,0 +1,204 @@
+"""Applying adapters inside a step: planned once, then a few matrix products per projection, no loop over sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkkv.attention.backend import LayerCache, ResidualExpansion
+from forkkv.attention.batch import ForwardBatch, RowResidualWrites
+from forkkv.attention.paged import to_device
+from forkkv.lora.weights import AdapterWeights
+from forkkv.types import RESIDUAL_TILE, AdapterId
+
+_LONG_RANGE = 16
+"""Tokens from which a range with one adapter gets its own matrix products; shorter ones are computed together."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRows:
+    """Short ranges (decode rows) of several adapters: all columns of slots [lo, hi) for all rows, foreign ones masked.
+
+    The rows are tokens [begin, end), or `index` where they do not stand together; `mask` [rows, hi - lo, 1].
+    """
+
+    begin: int
+    end: int
+    index: Tensor | None
+    lo: int
+    hi: int
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RmsWrite:
+    """QK-norm: tokens [begin, end) of the batch, the adapter's columns [first, last) of the residual job and the
+    flat slots of the rms side tensor."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    adapter_id: AdapterId
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualJob:
+    """h·A of one base row, tokens [begin, end): `tiles` of the stacked A matrices; element `src` of the result, as
+    rows of 16 columns token major, goes to flat slot `dst` (unit * block_size + offset)."""
+
+    begin: int
+    end: int
+    tiles: Tensor
+    src: Tensor
+    dst: Tensor
+    rms: tuple[RmsWrite, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAStep:
+    """The adapters' share of one forward pass."""
+
+    weights: AdapterWeights
+    ranges: tuple[tuple[int, int, int], ...]
+    """(begin, end, slot): tokens that run with the adapter in `slot`."""
+    dense: DenseRows | None
+    groups: frozenset[str]
+    jobs: tuple[ResidualJob, ...]
+    reads: bool
+    """Whether some row reads residuals."""
+
+    def apply(self, layer: int, group: str, x: Tensor, y: Tensor) -> None:
+        """y [T, out] += s·(x·A)·B for the tokens with adapter weights, in place; x [T, in]. `group` of `GROUPS`."""
+        if group not in self.groups:
+            return
+        a, b = self.weights.a[group][layer], self.weights.b[group][layer]
+        for begin, end, slot in self.ranges:
+            y[begin:end].addmm_(torch.mm(x[begin:end], a[slot].t()), b[slot])
+        if (rows := self.dense) is None:
+            return
+        inputs = x[rows.begin : rows.end] if rows.index is None else x.index_select(0, rows.index)
+        shrunk = torch.mm(inputs, a[rows.lo : rows.hi].flatten(0, 1).t())
+        shrunk.view(len(inputs), rows.hi - rows.lo, -1).mul_(rows.mask)
+        expand = b[rows.lo : rows.hi].flatten(0, 1)
+        if rows.index is None:
+            y[rows.begin : rows.end].addmm_(shrunk, expand)
+        else:
+            y.index_add_(0, rows.index, torch.mm(shrunk, expand))
+
+    def write_residuals(self, layer: int, h: Tensor, k: Tensor, cache: LayerCache, eps: float) -> None:
+        """Write h·A of the step's residual jobs into `cache.residual`, in place.
+
+        h [T, hidden]: input of the projections; k [T, Hkv * D]: base K before norm and rotation, used with QK-norm
+        for the rms of the adapted K (`eps` as in the norm).
+        """
+        for job in self.jobs:
+            a = self.weights.residual_a[layer].index_select(0, job.tiles).flatten(0, 1)
+            result = torch.mm(h[job.begin : job.end], a.t())
+            rows = result.view(-1, RESIDUAL_TILE).index_select(0, job.src)
+            cache.residual.view(-1, RESIDUAL_TILE).index_copy_(0, job.dst, rows.to(cache.residual.dtype))
+            for write in job.rms:
+                assert cache.residual_rms is not None
+                own = result[write.begin - job.begin : write.end - job.begin, write.first : write.last]
+                adapted = torch.addmm(k[write.begin : write.end], own, self.weights.raw_b_k[write.adapter_id][layer])
+                kv_heads = cache.residual_rms.shape[-1]
+                rms = rms_of_heads(adapted.view(len(adapted), kv_heads, -1), eps)
+                cache.residual_rms.view(-1, kv_heads).index_copy_(0, write.slots, rms)
+
+    def expansion(self, layer: int) -> ResidualExpansion | None:
+        """B matrices that complete what this step reads; None if no row reads residuals."""
+        return self.weights.expansions[layer] if self.reads else None
+
+
+def rms_of_heads(k: Tensor, eps: float) -> Tensor:
+    """Root mean square over the last dimension, k [n, Hkv, D] -> [n, Hkv] float32."""
+    return k.float().pow(2).mean(-1).add_(eps).sqrt_()
+
+
+def plan_lora(weights: AdapterWeights, batch: ForwardBatch) -> LoRAStep:
+    """Decide for every token how its adapter is applied. Raises `KeyError` if a row names an empty slot."""
+    host = batch.host
+    runs: list[tuple[int, int, int]] = []
+    for row in range(host.num_rows):
+        slot = int(host.weights_slot[row])
+        if slot < 0:
+            continue
+        begin, end = int(host.cu_seqlens_q[row]), int(host.cu_seqlens_q[row + 1])
+        if runs and runs[-1][1:] == (begin, slot):
+            begin = runs.pop()[0]
+        runs.append((begin, end, slot))
+    used = {slot for _, _, slot in runs} | {int(slot) for slot in host.read_slot if slot >= 0}
+    if empty := sorted(used - weights.slots.keys()):
+        raise KeyError(f"no adapter in slot {empty[0]}")
+    short = [run for run in runs if run[1] - run[0] < _LONG_RANGE]
+    if len(short) <= 1:
+        short = []
+    return LoRAStep(
+        weights=weights,
+        ranges=tuple(run for run in runs if run not in short),
+        dense=_dense_rows(weights, batch, short) if short else None,
+        groups=frozenset().union(*(weights.slot_groups(slot) for _, _, slot in runs)),
+        jobs=tuple(
+            _residual_job(weights, batch, row)
+            for row in batch.residual_writes
+            if any(write.k_units or write.v_units for write in row.writes)
+        ),
+        reads=bool(((host.read_slot >= 0) & (host.residual_len > 0)).any()),
+    )
+
+
+def _dense_rows(weights: AdapterWeights, batch: ForwardBatch, runs: list[tuple[int, int, int]]) -> DenseRows:
+    device = batch.input_ids.device
+    tokens = np.concatenate([np.arange(begin, end) for begin, end, _ in runs])
+    slots = np.concatenate([np.full(end - begin, slot) for begin, end, slot in runs])
+    lo, hi = int(slots.min()), int(slots.max()) + 1
+    mask = (slots[:, None] == np.arange(lo, hi)[None, :])[:, :, None]
+    begin, end = int(tokens[0]), int(tokens[-1]) + 1
+    index = None if end - begin == len(tokens) else to_device(tokens, device)
+    return DenseRows(begin, end, index, lo, hi, to_device(mask, device, weights.dtype))
+
+
+def _residual_job(weights: AdapterWeights, batch: ForwardBatch, row: RowResidualWrites) -> ResidualJob:
+    """Index arrays of all residual writes of one base row."""
+    device, block_size = batch.input_ids.device, batch.block_size
+    begin, end = int(batch.host.cu_seqlens_q[row.row]), int(batch.host.cu_seqlens_q[row.row + 1])
+    tiles: list[int] = []
+    tokens: list[np.ndarray] = []
+    columns: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
+    rms: list[RmsWrite] = []
+    for write in row.writes:
+        where, first = weights.tiles[write.adapter_id], write.write_from - row.start
+        halves = ((write.k_units, where.k_tiles, where.k_first), (write.v_units, where.v_tiles, where.v_first))
+        for is_v, (units, count, tile) in enumerate(halves):
+            if not units:
+                continue
+            targets = _unit_slots(units, count, end - begin - first, block_size)
+            tokens.append(np.repeat(np.arange(first, first + len(targets)), count))
+            columns.append(np.tile(np.arange(len(tiles), len(tiles) + count), len(targets)))
+            slots.append(targets.ravel())
+            if not is_v and weights.raw_b_k:
+                span = (begin + first, begin + first + len(targets))
+                used = (len(tiles) * RESIDUAL_TILE, (len(tiles) + count) * RESIDUAL_TILE)
+                rms.append(RmsWrite(*span, *used, write.adapter_id, to_device(targets[:, 0], device)))
+            tiles.extend(range(tile, tile + count))
+    src = np.concatenate([t * len(tiles) + c for t, c in zip(tokens, columns, strict=True)])
+    return ResidualJob(
+        begin,
+        end,
+        to_device(np.asarray(tiles), device),
+        to_device(src, device),
+        to_device(np.concatenate(slots), device),
+        tuple(rms),
+    )
+
+
+def _unit_slots(units: tuple[int, ...], tiles: int, num_tokens: int, block_size: int) -> np.ndarray:
+    """Flat slots [tokens, tiles] of the whole blocks that `units` and the row's `num_tokens` cover."""
+    num_blocks = min(len(units) // tiles, num_tokens // block_size)
+    table = np.asarray(units, dtype=np.int64)[: num_blocks * tiles].reshape(num_blocks, 1, tiles)
+    return (table * block_size + np.arange(block_size)[None, :, None]).reshape(-1, tiles)

@@ -1,0 +1,42 @@
+"""The state machine catches each planted fault within 200 examples, at the invariants or at a wrong read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.unit.mutants import MUTANTS, planted
+from tests.unit.test_scheduler_machine import SchedulerMachine
+
+EXAMPLES = 200
+
+
+class CountingMachine(SchedulerMachine):
+    """The same machine, counting how many examples were started."""
+
+    examples = 0
+
+    def __init__(self):
+        super().__init__()
+        type(self).examples += 1
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutant_is_caught(mutant, record_property):
+    CountingMachine.examples = 0
+    once = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with planted(mutant), pytest.raises(BaseException) as caught:
+        run_state_machine_as_test(CountingMachine, settings=once)
+    errors = caught.value.exceptions if isinstance(caught.value, BaseExceptionGroup) else [caught.value]
+    assert isinstance(errors[0], AssertionError), f"caught by accident: {errors[0]!r}"
+    record_property("examples", CountingMachine.examples)
+    print(f"\nmutant {mutant.__name__}: caught in example {CountingMachine.examples} by: {str(errors[0]).splitlines()[0]}")
