@@ -431,7 +431,8 @@ class KVCacheManager:
             loose = [block for block in cache.kv_blocks if block not in covered and block not in cache.owned]
             assert not loose, f"blocks {loose} stand in a table without lease or owner"
             units = set(tree.residual.covers(cache.residual_lease)) if cache.residual_lease else set()
-            assert set(cache.k_units) | set(cache.v_units) <= units | cache.owned_units, "residual units without a lease"
+            units |= cache.owned_units
+            assert set(cache.k_units) | set(cache.v_units) <= units, "residual units without a lease"
 
     def _aligned(self, tokens: int) -> int:
         return tokens // self.block_size * self.block_size

@@ -111,12 +111,18 @@ class PlanBuilder:
             if len(rows) < 2:
                 continue
             tables = [self._leading_blocks(row) for row in rows]
-            # The common prefix of all lists is that of the smallest and the largest one.
-            low, high = min(tables), max(tables)
-            shared = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
-            groups.append(SharedPrefix(shared, tuple(rows)))
+            groups.append(SharedPrefix(_common_prefix(tables), tuple(rows)))
         return tuple(groups)
 
     def _leading_blocks(self, row: int) -> list[BlockId]:
         cache = self._rows[row].cache
         return cache.kv_blocks[: self.segments[row].start // cache.block_size]
+
+
+def _common_prefix(tables: list[list[BlockId]]) -> int:
+    """Length of the common prefix of all lists: that of the smallest and the largest one."""
+    low, high = min(tables), max(tables)
+    for index, (a, b) in enumerate(zip(low, high, strict=False)):
+        if a != b:
+            return index
+    return len(low)

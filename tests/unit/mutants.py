@@ -22,7 +22,9 @@ def duplicates_freed_but_kept_in_the_table(self, tree, lease, prefix, ids, cache
     before = lease.num_tokens
     present = tree.insert(lease, prefix, ids, step_id)
     cache.owned.difference_update(ids[present // self.block_size :])
-    duplicates = [block for block in ids[before // self.block_size : present // self.block_size] if block in cache.owned]
+    duplicates = [
+        block for block in ids[before // self.block_size : present // self.block_size] if block in cache.owned
+    ]
     cache.owned.difference_update(duplicates)
     self.kv_pool.free(duplicates)
     tree.deepen(lease, prefix, read=False)

@@ -51,7 +51,9 @@ class Expected:
         return (self.adapter.digest, self.weights_from, self.residual_len > 0, prefixes[position], self.scope)
 
 
-def expect(request: EngineRequest, adapter: AdapterMeta | None, mode: KVSharing, block_size: int, tail: int) -> Expected:
+def expect(
+    request: EngineRequest, adapter: AdapterMeta | None, mode: KVSharing, block_size: int, tail: int
+) -> Expected:
     shared = adapter is not None and is_shared(adapter.kind, mode, request.kv_sharing)
     point = fork_point(
         request.prompt_token_ids,
@@ -129,7 +131,9 @@ class ShadowExecutor:
                 token = next_token(expected, row.tokens, row.seed, len(row.tokens) - row.num_prompt)
                 row.tokens.append(token)
                 tokens[segment.request_id] = token
-        return StepResult(plan.step_id, tokens=tokens, logprobs={name: TokenLogprob(t, 0.0) for name, t in tokens.items()})
+        return StepResult(
+            plan.step_id, tokens=tokens, logprobs={name: TokenLogprob(t, 0.0) for name, t in tokens.items()}
+        )
 
     def _take_state(self, plan: StepPlan) -> None:
         for name in plan.dropped:

@@ -39,4 +39,5 @@ def test_mutant_is_caught(mutant, record_property):
     errors = caught.value.exceptions if isinstance(caught.value, BaseExceptionGroup) else [caught.value]
     assert isinstance(errors[0], AssertionError), f"caught by accident: {errors[0]!r}"
     record_property("examples", CountingMachine.examples)
-    print(f"\nmutant {mutant.__name__}: caught in example {CountingMachine.examples} by: {str(errors[0]).splitlines()[0]}")
+    reason = str(errors[0]).splitlines()[0]
+    print(f"\nmutant {mutant.__name__}: caught in example {CountingMachine.examples} by: {reason}")

