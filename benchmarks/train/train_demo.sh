@@ -6,7 +6,7 @@
 # quarter of the time goes into page faults.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-steps=${1:-240}
+steps=${1:-120}
 python=${PYTHON:-python}
 export OMP_NUM_THREADS=1
 export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456

@@ -99,7 +99,10 @@ class EngineLoop:
             case wire.Abort(request_ids):
                 self.core.abort(request_ids)
             case wire.Flush():
-                self._send(wire.Flushed(self.core.flush_cache()))
+                ok = self.core.flush_cache()
+                # First the figures, so that whoever waited for the flush reads what it left.
+                self._report([], self.core.stats())
+                self._send(wire.Flushed(ok))
             case wire.Shutdown():
                 self._running = False
 

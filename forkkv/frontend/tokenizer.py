@@ -64,8 +64,9 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files in Hugging Face format, chat template included."""
+        self._hf.save_pretrained(folder)
 
     def token_text(self, token_id: int) -> str:
         """One token as text; bytes that are no whole character become U+FFFD."""

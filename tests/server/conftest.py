@@ -153,26 +153,38 @@ def start_real(log: Path, *flags: str) -> RealServer:
 
 
 @pytest.fixture(scope="session")
-def adapter_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random adapters for the small default model, strong enough to change its answers."""
-    from forkkv.models.config_reader import read_spec
-    from forkkv.models.resolve import resolve_model
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+    """A random model of two small layers with the default model's tokenizer: loads at once."""
+    from tests.models.factory import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(folder, vocab=tokenizer.vocab_size, max_position=4096)
+    tokenizer.save(folder)
+    return folder
+
+
+def tiny_flags(model: Path) -> list[str]:
+    return ["--model", str(model), "--served-model-name", "tiny", "--cpu-memory-gib", "0.25"]
+
+
+@pytest.fixture(scope="session")
+def adapter_folders(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
+    """Random adapters for the tiny model, strong enough to change its answers."""
     from tests.models.factory import make_adapter
 
-    spec = read_spec(resolve_model("smollm2"))
     folder = tmp_path_factory.mktemp("adapters")
     kinds = {"plain": "plain", "fork1": "fork", "fork2": "fork", "fork3": "fork"}
     for seed, (name, kind) in enumerate(kinds.items(), start=1):
-        make_adapter(folder / name, spec, rank=8, seed=seed, kind=kind)
+        make_adapter(folder / name, tiny_model, rank=8, seed=seed, kind=kind, b_std=0.3)
     return {name: folder / name for name in kinds}
 
 
 @pytest.fixture(scope="session")
 def real(
-    tmp_path_factory: pytest.TempPathFactory, adapter_folders: dict[str, Path], tokenizer_cache: None
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, adapter_folders: dict[str, Path]
 ) -> Iterator[RealServer]:
     modules = [f"{name}={path}" for name, path in adapter_folders.items()]
     log = tmp_path_factory.mktemp("real") / "server.log"
-    server = start_real(log, "--enable-forkkv", "--cpu-memory-gib", "1", "--lora-modules", *modules)
+    server = start_real(log, *tiny_flags(tiny_model), "--enable-forkkv", "--lora-modules", *modules)
     yield server
     assert server.stop() == 0, log.read_text()

@@ -1,4 +1,4 @@
-"""The real server: two processes, the small default model, random adapters."""
+"""The real server: two processes and real sockets, on a tiny random model with random adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from forkkv.engine.client import ProcClient
-from tests.server.conftest import RealServer, start_real, wait_for
+from tests.server.conftest import RealServer, start_real, tiny_flags, wait_for
 from tests.server.test_generate import events
 
 pytestmark = pytest.mark.e2e
@@ -42,13 +42,13 @@ def test_ready_and_announced(real: RealServer) -> None:
     assert "tokens of one rank-16 adapter" in log and "adapter fork1: kind fork" in log
     assert "ready on http://127.0.0.1:" in log
     kinds = {card["id"]: card["forkkv"]["kind"] for card in real.http.get("/v1/models").json()["data"]}
-    assert kinds == {"smollm2": "base", "plain": "plain", "fork1": "fork", "fork2": "fork", "fork3": "fork"}
+    assert kinds == {"tiny": "base", "plain": "plain", "fork1": "fork", "fork2": "fork", "fork3": "fork"}
 
 
 def test_adapters_answer_differently_and_again_the_same(real: RealServer) -> None:
     flush(real)
     texts = {}
-    for model in ("smollm2", "plain", "fork1", "fork2"):
+    for model in ("tiny", "plain", "fork1", "fork2"):
         body = {"model": model, "prompt": DOCUMENT, "temperature": 0, "max_tokens": 12, "logprobs": 1}
         first = real.http.post("/v1/completions", json=body).json()["choices"][0]
         again = real.http.post("/v1/completions", json=body).json()["choices"][0]
@@ -60,6 +60,7 @@ def test_adapters_answer_differently_and_again_the_same(real: RealServer) -> Non
 
 def test_three_agents_share_one_document(real: RealServer) -> None:
     flush(real)
+    duplicates = real.metric("forkkv_duplicate_blocks_total")
     usages = [chat(real, model)["usage"] for model in ("fork1", "fork2", "fork3")]
     first = usages[0]["forkkv"]
     assert first["kind"] == "fork" and first["base"] == 0 and first["computed"] == usages[0]["prompt_tokens"]
@@ -68,7 +69,7 @@ def test_three_agents_share_one_document(real: RealServer) -> None:
         assert usage["forkkv"]["base"] == usage["forkkv"]["residual"] == usage["forkkv"]["fork_point"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == usage["forkkv"]["fork_point"]
     assert real.metric("forkkv_active_adapter_rcache_count") == 3
-    assert real.metric("forkkv_duplicate_blocks_total") == 0
+    assert real.metric("forkkv_duplicate_blocks_total") == duplicates
 
 
 def test_plain_adapters_stay_private_under_auto(real: RealServer) -> None:
@@ -79,7 +80,7 @@ def test_plain_adapters_stay_private_under_auto(real: RealServer) -> None:
 
 
 def test_a09_fully_cached_prompts(real: RealServer) -> None:
-    for model in ("smollm2", "fork1"):
+    for model in ("tiny", "fork1"):
         for length in (15, 16, 17, 32, 33):
             body = {"model": model, "prompt": list(range(100, 100 + length)), "temperature": 0, "max_tokens": 4}
             answers = [real.http.post("/v1/completions", json=body).json() for _ in range(3)]
@@ -107,7 +108,7 @@ def test_stream_equals_whole(real: RealServer) -> None:
 @contextlib.contextmanager
 def dropped_stream(real: RealServer, index: int) -> Iterator[None]:
     body = {
-        "model": ("smollm2", "fork1", "plain")[index % 3],
+        "model": ("tiny", "fork1", "plain")[index % 3],
         "prompt": f"{index} {DOCUMENT}",
         "max_tokens": 1000,
         "ignore_eos": True,
@@ -139,9 +140,9 @@ def test_a11_disconnects_free_everything(real: RealServer) -> None:
 
 
 def test_impossible_requests_are_refused_and_others_go_on(real: RealServer) -> None:
-    body = {"model": "smollm2", "prompt": [5] * 9000, "max_tokens": 1}
+    body = {"model": "tiny", "prompt": [5] * 9000, "max_tokens": 1}
     assert real.http.post("/v1/completions", json=body).json()["error"]["code"] == "context_length_exceeded"
-    assert chat(real, "smollm2")["choices"][0]["message"]["content"]
+    assert chat(real, "tiny")["choices"][0]["finish_reason"]
 
 
 def test_an_idle_server_uses_no_cpu(real: RealServer) -> None:
@@ -154,11 +155,10 @@ def test_an_idle_server_uses_no_cpu(real: RealServer) -> None:
     assert (after.user + after.system) - (before.user + before.system) <= 0.05
 
 
-def test_sigterm_drains_and_engine_goes_too(tmp_path: Path, tokenizer_cache: None) -> None:
-    server = start_real(tmp_path / "log", "--cpu-memory-gib", "0.5")
-    assert server.ready_seconds < 60, "loading takes minutes even for a busy machine"
+def test_sigterm_drains_and_engine_goes_too(tmp_path: Path, tiny_model: Path) -> None:
+    server = start_real(tmp_path / "log", *tiny_flags(tiny_model))
     (engine,) = psutil.Process(server.process.pid).children()
-    body = {"model": "smollm2", "prompt": "Count: one", "max_tokens": 24, "ignore_eos": True, "stream": True}
+    body = {"model": "tiny", "prompt": "Count: one", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
@@ -170,15 +170,15 @@ def test_sigterm_drains_and_engine_goes_too(tmp_path: Path, tokenizer_cache: Non
 
 
 @pytest.mark.parametrize("victim", ["engine", "server"])
-def test_one_process_does_not_outlive_the_other(tmp_path: Path, victim: str, tokenizer_cache: None) -> None:
-    server = start_real(tmp_path / "log", "--cpu-memory-gib", "0.5")
+def test_one_process_does_not_outlive_the_other(tmp_path: Path, victim: str, tiny_model: Path) -> None:
+    server = start_real(tmp_path / "log", *tiny_flags(tiny_model))
     (engine,) = psutil.Process(server.process.pid).children()
     if victim == "server":
         server.process.kill()
         server.process.wait(10)
         wait_for(lambda: not engine.is_running(), message="the engine's exit")
     else:
-        body = {"model": "smollm2", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
@@ -194,21 +194,35 @@ def test_a_model_that_does_not_load_ends_the_server(tmp_path: Path) -> None:
         start_real(tmp_path / "log", "--model", str(tmp_path / "missing"))
 
 
-def test_offline_llm(adapter_folders: dict[str, Path], tokenizer_cache: None) -> None:
+def test_offline_llm_on_the_small_default_model(tokenizer_cache: None) -> None:
     from forkkv.entrypoints.llm import LLM
     from forkkv.types import SamplingParams
 
-    llm = LLM(lora_modules={"fork1": str(adapter_folders["fork1"])}, enable_forkkv=True, cpu_memory_gib=0.5)
+    llm = LLM(cpu_memory_gib=0.25)
     greedy = SamplingParams(max_tokens=6, temperature=0, logprobs=1)
     base, other = llm.generate(["One, two, three,", "The capital of France is"], greedy)
     assert len(base.outputs[0].token_ids) == 6 and base.usage is not None and base.usage.kind == "base"
     assert "Paris" in other.outputs[0].text
     assert base.outputs[0].logprobs is not None and len(base.outputs[0].logprobs) == 6
-    (forked,) = llm.chat([{"role": "user", "content": DOCUMENT}], greedy, lora_name="fork1")
-    assert forked.usage is not None and forked.usage.kind == "fork"
     (stopped,) = llm.generate("One, two, three,", SamplingParams(max_tokens=30, temperature=0), stop=" five", n=2)
+    assert [output.text for output in stopped.outputs] == [" four,"] * 2
     assert all(output.stop_reason == " five" for output in stopped.outputs)
     assert llm.client.flush_cache()
+
+
+def test_offline_llm_with_an_adapter(tiny_model: Path, adapter_folders: dict[str, Path]) -> None:
+    from forkkv.entrypoints.llm import LLM
+    from forkkv.types import SamplingParams
+
+    modules = {"fork1": str(adapter_folders["fork1"])}
+    llm = LLM(str(tiny_model), modules, enable_forkkv=True, cpu_memory_gib=0.25)
+    greedy = SamplingParams(max_tokens=6, temperature=0)
+    marked = [{"type": "text", "text": DOCUMENT, "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "?"}]
+    (forked,) = llm.chat([{"role": "user", "content": marked}], greedy, lora_name="fork1")
+    assert forked.usage is not None and forked.usage.kind == "fork"
+    assert len(forked.prompt_token_ids) - 32 <= forked.usage.fork_point < len(forked.prompt_token_ids)
+    (private,) = llm.chat([{"role": "user", "content": DOCUMENT}], greedy, lora_name="fork1", kv_sharing="none")
+    assert private.usage is not None and private.usage.fork_point == 0
 
 
 def test_unstarted_client_leaves_nothing_behind() -> None:
