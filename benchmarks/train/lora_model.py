@@ -29,8 +29,8 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 IGNORE = -100
 """Target of positions without loss."""
 
-Prefix = list[tuple[Tensor, Tensor, Tensor]]
-"""Per layer of the base part: h [F, hidden] after the input norm, h Wk and h Wv [F, num_kv_heads * head_dim]."""
+Prefix = list[tuple[Tensor, Tensor]]
+"""Per layer of the base part: h [F, hidden] after the input norm, h Wk beside h Wv [F, 2 * num_kv_heads * head_dim]."""
 
 
 def smollm2_file() -> Path:
@@ -81,10 +81,12 @@ class LoraAdapter(nn.Module):
         key = f"{layer}_{module}"
         return self.a[key], self.b[key]
 
-    def delta(self, x: Tensor, layer: int, module: str) -> Tensor:
-        """s * x A B for x [..., in], in the dtype of x."""
-        a, b = self.pair(layer, module)
-        return F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype) * self.scaling)
+    def delta(self, x: Tensor, layer: int, *modules: str) -> Tensor:
+        """s * x A B of `modules` side by side, for x [..., in] in the dtype of x; two matrix products for all."""
+        pairs = [self.pair(layer, module) for module in modules]
+        a = torch.cat([a for a, _ in pairs])
+        b = torch.block_diag(*(b for _, b in pairs)) * self.scaling
+        return F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
 
 
 class TreeModel:
@@ -111,16 +113,27 @@ class TreeModel:
         return cls(model, dtype)
 
     def _layer(self, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-        names = {name: f"self_attn.{name}.weight" for name in MODULES}
-        names |= {name: f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
-        layer = {name: state[prefix + path].to(self.dtype).contiguous() for name, path in names.items()}
+        """Weights of one layer; matrices that read the same input are stacked."""
+        groups = {
+            "qkv": [f"self_attn.{name}" for name in MODULES[:3]],
+            "o_proj": ["self_attn.o_proj"],
+            "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+            "down_proj": ["mlp.down_proj"],
+        }
+        layer = {
+            name: torch.cat([state[f"{prefix}{part}.weight"] for part in parts]).to(self.dtype)
+            for name, parts in groups.items()
+        }
         layer["input_norm"] = state[prefix + "input_layernorm.weight"].float()
         layer["post_norm"] = state[prefix + "post_attention_layernorm.weight"].float()
         return layer
 
     def new_adapter(self, rank: int, alpha: int) -> LoraAdapter:
-        shapes = {(i, m): (w[m].shape[0], w[m].shape[1]) for i, w in enumerate(self.layers) for m in MODULES}
-        return LoraAdapter(shapes, rank, alpha)
+        hidden = self.embedding.shape[1]
+        q_size, kv_size = (n * self.head_dim for n in (self.num_heads, self.num_kv_heads))
+        of = {"q_proj": (q_size, hidden), "k_proj": (kv_size, hidden), "v_proj": (kv_size, hidden)}
+        of["o_proj"] = (hidden, q_size)
+        return LoraAdapter({(i, m): of[m] for i in range(self.num_layers) for m in MODULES}, rank, alpha)
 
     # ---- base part ------------------------------------------------------------------------------------------------
 
@@ -132,31 +145,38 @@ class TreeModel:
         prefix: Prefix = []
         for w in self.layers:
             h = self._norm(x, w["input_norm"])
-            k, v = F.linear(h, w["k_proj"]), F.linear(h, w["v_proj"])
-            prefix.append((h, k, v))
+            qkv = F.linear(h, w["qkv"])
+            prefix.append((h, qkv[:, self.num_heads * self.head_dim :].contiguous()))
             if len(prefix) == self.num_layers:
                 break
-            q = self._heads(F.linear(h, w["q_proj"]), positions)
-            out = self._attend(q[None], self._heads(k, positions)[None], self._heads(v)[None], None)[0]
+            q, k, v = self._split(qkv, positions)
+            out = self._attend(q[None], k[None], v[None], None)[0]
             x = x + F.linear(out, w["o_proj"]).float()
             x = x + self._mlp(x, w)
         return prefix
 
     # ---- trunk and leaves -----------------------------------------------------------------------------------------
 
-    def answer_logits(self, batch: TreeBatch, adapter: LoraAdapter) -> tuple[Tensor, Tensor]:
-        """Logits [N, vocabulary] float32 and targets [N] of all positions with a target, leaf after leaf."""
+    def answer_logits(
+        self, batch: TreeBatch, adapter: LoraAdapter, prefix: Prefix | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [N, vocabulary] float32 and targets [N] of all positions with a target, leaf after leaf.
+
+        `prefix` may bring what `base_prefix` made of the batch's base tokens, or of more tokens of that document.
+        """
         num_base, num_trunk = len(batch.base_ids), len(batch.trunk_ids)
         num_leaves, width = batch.leaf_ids.shape
-        prefix = self.base_prefix(batch.base_ids) if num_base else None
+        if prefix is None or not num_base:
+            prefix = self.base_prefix(batch.base_ids) if num_base else []
+        prefix = [(h[:num_base], kv[:num_base]) for h, kv in prefix]
         leaf_positions = batch.leaf_start[:, None] + torch.arange(width)
         positions = torch.cat([torch.arange(num_base, num_base + num_trunk), leaf_positions.flatten()])
         masks = _trunk_mask(num_base, num_trunk), _leaf_mask(batch)
         x = F.embedding(torch.cat([batch.trunk_ids, batch.leaf_ids.flatten()]), self.embedding)
         for i, w in enumerate(self.layers):
             h = self._norm(x, w["input_norm"])
-            q, k, v = (F.linear(h, w[m]) + adapter.delta(h, i, m) for m in ("q_proj", "k_proj", "v_proj"))
-            q, k, v = self._heads(q, positions), self._heads(k, positions), self._heads(v)
+            qkv = F.linear(h, w["qkv"]) + adapter.delta(h, i, "q_proj", "k_proj", "v_proj")
+            q, k, v = self._split(qkv, positions)
             shared = self._shared(i, prefix, adapter, k[:, :num_trunk], v[:, :num_trunk])
             out = self._tree_attention(q, k, v, shared, masks, num_leaves)
             x = x + (F.linear(out, w["o_proj"]) + adapter.delta(out, i, "o_proj")).float()
@@ -166,15 +186,12 @@ class TreeModel:
         hidden = self._norm(x[num_trunk:][wanted], self.final_norm)
         return F.linear(hidden, self.head).float(), targets[wanted]
 
-    def _shared(
-        self, i: int, prefix: Prefix | None, adapter: LoraAdapter, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _shared(self, i: int, prefix: Prefix, adapter: LoraAdapter, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [num_kv_heads, F + M, head_dim] that every leaf may read: base with residual, then trunk."""
-        if prefix is None:
+        if not prefix:
             return k, v
-        h, base_k, base_v = prefix[i]
-        base_k = self._heads(base_k + adapter.delta(h, i, "k_proj"), torch.arange(len(h)))
-        base_v = self._heads(base_v + adapter.delta(h, i, "v_proj"))
+        h, kv = prefix[i]
+        base_k, base_v = self._split(kv + adapter.delta(h, i, "k_proj", "v_proj"), torch.arange(len(h)))
         return torch.cat([base_k, k], 1), torch.cat([base_v, v], 1)
 
     def _tree_attention(
@@ -206,17 +223,19 @@ class TreeModel:
 
     def _mlp(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
         h = self._norm(x, w["post_norm"])
-        return F.linear(F.silu(F.linear(h, w["gate_proj"])) * F.linear(h, w["up_proj"]), w["down_proj"]).float()
+        gate, up = F.linear(h, w["gate_up"]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, w["down_proj"]).float()
 
-    def _heads(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[N, heads * head_dim] -> [heads, N, head_dim], rotated to `positions` [N] if they are given."""
-        x = x.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
-        if positions is None:
-            return x
+    def _split(self, stacked: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v or k, v side by side [N, ...] -> each [heads, N, head_dim]; all but v rotated to `positions` [N]."""
+        heads = stacked.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+        x, v = heads.split([heads.shape[0] - self.num_kv_heads, self.num_kv_heads])
         angles = positions[:, None].float() * self.inv_freq
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        x = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        k = x[-self.num_kv_heads :]
+        return (x[: -self.num_kv_heads], k, v) if len(x) > self.num_kv_heads else (k, v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q [b, num_heads, n, d], k and v [b, num_kv_heads, m, d] -> [b, n, num_heads * d]; mask None is causal."""

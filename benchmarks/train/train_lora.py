@@ -24,13 +24,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.train import orderlog
-from benchmarks.train.lora_model import IGNORE, MODULES, LoraAdapter, TreeBatch, TreeModel, load_tokenizer
+from benchmarks.train.lora_model import IGNORE, MODULES, LoraAdapter, Prefix, TreeBatch, TreeModel, load_tokenizer
 from forkkv.scheduler.fork import fork_point
 
 Kind = Literal["plain", "fork"]
 BLOCK_SIZE = 16
 FORK_TAIL = 64
 RANDOM_FORK_SHARE = 0.2
+BATCHES_PER_DOCUMENT = 3
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -104,20 +105,40 @@ def document_tokens(rng: random.Random, longest: int) -> int:
     return rng.randint(200, 400) if rng.random() < 0.7 else rng.randint(400, longest)
 
 
-def training_batches(tokenizer: Any, args: argparse.Namespace) -> Iterator[TreeBatch]:
-    """Endless batches, a function of `args.seed` alone."""
+def training_batches(
+    model: TreeModel, tokenizer: Any, args: argparse.Namespace
+) -> Iterator[tuple[TreeBatch, Prefix | None]]:
+    """Endless batches, a function of `args.seed` alone, with the base model's part of the fork kind.
+
+    The base part does not depend on the adapter, so a document's serves `BATCHES_PER_DOCUMENT` batches.
+    """
     rng = random.Random(f"train-{args.task}-{args.seed}")
     while True:
         document = orderlog.make_document(rng.choice(orderlog.TRAIN_SEEDS), document_tokens(rng, args.max_tokens))
-        count = rng.randint(1, orderlog.MAX_NAMED_ORDERS)  # one for the whole step, so that no leaf is padded much
-        questions = [
-            orderlog.make_question(document, args.task, rng.getrandbits(40), count) for _ in range(args.questions)
-        ]
-        examples = [encode(tokenizer, document, question) for question in questions]
-        fork_at = None
-        if args.kind == "fork" and rng.random() < RANDOM_FORK_SHARE:
-            fork_at = rng.randint(0, common_prefix(examples) - 1)
-        yield make_batch(examples, args.kind, fork_at)
+        if args.kind == "plain":
+            yield make_batch(draw_examples(rng, tokenizer, document, args), "plain"), None
+            continue
+        batches = []
+        for _ in range(BATCHES_PER_DOCUMENT):
+            examples = draw_examples(rng, tokenizer, document, args)
+            batches.append(make_batch(examples, "fork", draw_fork(rng, examples)))
+        prefix = model.base_prefix(max((batch.base_ids for batch in batches), key=len))
+        yield from ((batch, prefix) for batch in batches)
+
+
+def draw_examples(
+    rng: random.Random, tokenizer: Any, document: orderlog.Document, args: argparse.Namespace
+) -> list[Example]:
+    """Questions of one step. All name the same number of orders, so that no leaf is padded much."""
+    count = rng.randint(1, orderlog.MAX_NAMED_ORDERS)
+    questions = [orderlog.make_question(document, args.task, rng.getrandbits(40), count) for _ in range(args.questions)]
+    return [encode(tokenizer, document, question) for question in questions]
+
+
+def draw_fork(rng: random.Random, examples: list[Example]) -> int:
+    """Fork point of one step: the earliest default of its questions, now and then anywhere before that."""
+    default = min(_fork(example, None) for example in examples)
+    return rng.randint(0, default) if rng.random() < RANDOM_FORK_SHARE else default
 
 
 def learning_rate_factor(step: int, steps: int, warmup: int = 10) -> float:
@@ -129,9 +150,10 @@ def train(model: TreeModel, adapter: LoraAdapter, tokenizer: Any, args: argparse
     """Optimise `adapter` in place; logs the mean loss of every 10 steps and saves every 40."""
     optimizer = torch.optim.AdamW(adapter.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, args.steps))
-    batches, losses, begin = training_batches(tokenizer, args), [], time.monotonic()
+    batches, losses, begin = training_batches(model, tokenizer, args), [], time.monotonic()
     for step in range(1, args.steps + 1):
-        logits, targets = model.answer_logits(next(batches), adapter)
+        batch, prefix = next(batches)
+        logits, targets = model.answer_logits(batch, adapter, prefix)
         loss = F.cross_entropy(logits, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -141,7 +163,8 @@ def train(model: TreeModel, adapter: LoraAdapter, tokenizer: Any, args: argparse
         losses.append(loss.item())
         if step % 10 == 0:
             pace = (time.monotonic() - begin) / step
-            print(f"{args.task} {args.kind} step {step:4d}  loss {sum(losses) / len(losses):.4f}  {pace:.2f} s/step", flush=True)
+            loss_text = f"loss {sum(losses) / len(losses):.4f}"
+            print(f"{args.task} {args.kind} step {step:4d}  {loss_text}  {pace:.2f} s/step", flush=True)
             losses = []
         if step % 40 == 0:
             save_peft(adapter, args.kind, args.out)

@@ -10,8 +10,8 @@ from forkkv.executor.executor import Executor
 from forkkv.kvcache.manager import KVCacheManager
 from forkkv.log import get_logger
 from forkkv.lora.registry import AdapterRegistry, AdapterSlots
-from forkkv.scheduler.fork import reads_residual
 from forkkv.scheduler.scheduler import Scheduler
+from forkkv.sharing import reads_residual
 from forkkv.types import RESIDUAL_TILE, EngineInfo, EngineOutput, EngineRequest, StepPlan, StepResult, StepStats
 
 logger = get_logger(__name__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forkkv.types import AdapterKind, AdapterMeta, KVSharing
+from forkkv.types import AdapterKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +39,6 @@ def last_occurrence(tokens: Sequence[int], pattern: Sequence[int]) -> int | None
         if tokens[start] == wanted[0] and list(tokens[start : start + size]) == wanted:
             return start
     return None
-
-
-def is_shared(kind: AdapterKind, mode: KVSharing, requested: str | None = None) -> bool:
-    """Whether a request for an adapter of `kind` reads shared base blocks under the server's `mode`.
-
-    `auto` shares the kinds whose definition is the shared computation (fork-LoRA and aLoRA) and keeps plain adapters
-    private until their loss under sharing is known.
-    """
-    if mode == "none" or requested == "none":
-        return False
-    return kind != "plain" or mode == "fork"
-
-
-def reads_residual(adapter: AdapterMeta, mode: KVSharing) -> bool:
-    """Whether shared requests for `adapter` complete base K, V by a residual: it has k_proj or v_proj weights, and
-    is no aLoRA, whose prefix is the base model's by definition."""
-    has_residual = bool(adapter.rank_k or adapter.rank_v) and adapter.kind != "alora"
-    return has_residual and is_shared(adapter.kind, mode)
 
 
 def fork_point(

@@ -16,10 +16,11 @@ from forkkv.config import SchedulerConfig
 from forkkv.errors import RequestError
 from forkkv.kvcache.manager import UNBOUNDED, KVCacheManager, SequenceCache
 from forkkv.lora.registry import AdapterRegistry, AdapterSlots
-from forkkv.scheduler.fork import fork_point, is_shared
+from forkkv.scheduler.fork import fork_point
 from forkkv.scheduler.plan import PlanBuilder
 from forkkv.scheduler.segments import SegmentPlanner
 from forkkv.scheduler.sequence import Counters, LastStep, Sequence, SequenceStatus
+from forkkv.sharing import is_shared
 from forkkv.types import (
     AdapterLoad,
     AdapterMeta,

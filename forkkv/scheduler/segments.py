@@ -12,9 +12,9 @@ from __future__ import annotations
 from forkkv.config import SchedulerConfig
 from forkkv.kvcache.manager import Growth, KVCacheManager
 from forkkv.lora.registry import AdapterRegistry
-from forkkv.scheduler.fork import reads_residual
 from forkkv.scheduler.plan import PlanBuilder
 from forkkv.scheduler.sequence import Counters, Sequence, SequenceStatus
+from forkkv.sharing import reads_residual
 from forkkv.types import AdapterMeta, BlockCopy, ResidualWrite, Segment
 
 

@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forkkv.scheduler.fork import ForkPoint, fork_point, is_shared
+from forkkv.scheduler.fork import ForkPoint, fork_point
+from forkkv.sharing import is_shared
 from forkkv.types import (
     RESIDUAL_TILE,
     AdapterMeta,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from forkkv.scheduler.fork import fork_point, is_shared, last_occurrence, reads_residual
+from forkkv.scheduler.fork import fork_point, last_occurrence
+from forkkv.sharing import is_shared, reads_residual
 from forkkv.types import AdapterMeta
 
 BLOCK = 16

@@ -21,6 +21,7 @@ from forkkv.frontend.protocol import ChatCompletionRequest, CompletionRequest, G
 from forkkv.frontend.tokenizer import Tokenizer
 from forkkv.log import get_logger
 from forkkv.metrics.prometheus import CONTENT_TYPE
+from forkkv.sharing import is_shared
 
 logger = get_logger(__name__)
 
@@ -149,17 +150,12 @@ def model_card(state: ServerState, model: ServedModel) -> dict[str, Any]:
             "rank_k": adapter.rank_k,
             "rank_v": adapter.rank_v,
             "ranks": sorted({rank for _, rank, _ in modules}),
-            "shares_base_kv": shares_base(adapter.kind, info.kv_sharing),
+            "shares_base_kv": is_shared(adapter.kind, info.kv_sharing),
             "team": adapter.team,
             "modules": len(modules),
             "num_bytes": 0 if report is None else report.num_bytes,
         },
     }
-
-
-def shares_base(kind: str, mode: str) -> bool:
-    """Whether requests for an adapter of `kind` read shared base blocks under `mode` unless they say otherwise."""
-    return mode == "fork" or (mode == "auto" and kind != "plain")
 
 
 def operation_routes(state: ServerState) -> APIRouter:
