@@ -16,3 +16,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print which example of the state machine caught each planted fault of tests/unit/test_mutants.py."""
+    properties = [dict(report.user_properties) for report in terminalreporter.getreports("passed")]
+    caught = [found for found in properties if "mutant" in found]
+    if caught:
+        terminalreporter.section("mutants caught by the state machine")
+        for found in caught:
+            terminalreporter.write_line(f"{found['mutant']:<42} example {found['examples']:>3}  {found['caught_by']}")

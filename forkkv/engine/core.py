@@ -151,7 +151,7 @@ class EngineCore:
             waiting=len(scheduler.waiting),
             kv_pool=kv.kv_stats(spec.kv_block_bytes),
             residual_pool=kv.residual_stats(spec.residual_unit_bytes),
-            active_residual_adapters=len(kv.tree.live_residual_digests()),
+            active_residual_adapters=kv.tree.num_residual_digests,
             base_weight_tokens_total=counters.base_weight_tokens,
             adapter_weight_tokens_total=counters.adapter_weight_tokens,
             decode_tokens_total=counters.decode_tokens,

@@ -92,9 +92,10 @@ class DualRadixTree:
             residual.extend(self.residual.drop(namespace))
         return kv, residual
 
-    def live_residual_digests(self) -> set[str]:
-        """Digests with at least one unit in the rCache."""
-        return {str(name[0]) for name, count in self.residual.namespaces() if count}
+    @property
+    def num_residual_digests(self) -> int:
+        """Adapters (by digest) with at least one unit in the rCache."""
+        return len(self.residual.ids_by_owner)
 
     def settle(self, step: int) -> None:
         for tree in (self.base, self.private, self.residual):

@@ -74,6 +74,8 @@ class RadixTree:
         self.num_unleased = 0
         """Those of them that no lease covers: all can be had by `evict`."""
         self.num_leases = 0
+        self.ids_by_owner: dict[Hashable, int] = {}
+        """Ids owned by the first component of their namespace (an adapter's digest); owners without any are absent."""
         self._block_bytes = block_size * TOKEN_BYTES
         self._tick = tick
         self._prefer_unread = prefer_unread
@@ -224,10 +226,7 @@ class RadixTree:
         node = Node(parent, key, ids, step)
         node.last_access = self._tick()
         parent.children[key[: self._block_bytes]] = node
-        count = _count(ids)
-        self.num_ids += count
-        self.num_unleased += count
-        root.num_ids += count
+        self._count_ids(root, _count(ids))
         self._unsettled.setdefault(step, []).append(node)
         self._offer(node)
 
@@ -284,7 +283,7 @@ class RadixTree:
         ids = [block for block in node.ids[keep:] if block != NULL_BLOCK]
         node.key = node.key[: keep // root.ids_per_block * self._block_bytes]
         del node.ids[keep:]
-        self._discount(root, len(ids))
+        self._count_ids(root, -len(ids))
         return ids
 
     def drop(self, namespace: Namespace) -> list[BlockId]:
@@ -318,14 +317,21 @@ class RadixTree:
             gone.parent = None
             ids.extend(block for block in gone.ids if block != NULL_BLOCK)
             stack.extend(gone.children.values())
-        self._discount(root, len(ids))
+        self._count_ids(root, -len(ids))
         self._offer(parent)
         return ids
 
-    def _discount(self, root: Root, count: int) -> None:
-        self.num_ids -= count
-        self.num_unleased -= count
-        root.num_ids -= count
+    def _count_ids(self, root: Root, change: int) -> None:
+        """Unleased ids come (change > 0) or go."""
+        self.num_ids += change
+        self.num_unleased += change
+        root.num_ids += change
+        owner = root.namespace[0]
+        left = self.ids_by_owner.get(owner, 0) + change
+        if left:
+            self.ids_by_owner[owner] = left
+        else:
+            self.ids_by_owner.pop(owner, None)
 
     def _offer(self, node: Node) -> None:
         """Queue `node` for eviction if it is an unleased leaf; free it at once if its namespace is detached."""
@@ -395,7 +401,7 @@ class RadixTree:
                     assert child.parent is node and child.key.startswith(first) and child.locks <= node.locks
                     stack.append(child)
             assert in_root == root.num_ids
-        assert len(owned) == self.num_ids and unleased == self.num_unleased
+        assert len(owned) == self.num_ids == sum(self.ids_by_owner.values()) and unleased == self.num_unleased
         return owned
 
 

@@ -57,7 +57,9 @@ class KnownAdapter:
     invocation_tokens: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, folder: Path, kind: Literal["plain", "fork", "alora"], invocation: Sequence[int] = ()) -> KnownAdapter:
+    def read(
+        cls, folder: Path, kind: Literal["plain", "fork", "alora"], invocation: Sequence[int] = ()
+    ) -> KnownAdapter:
         return cls(read_adapter(folder), kind, tuple(invocation))
 
 

@@ -85,11 +85,12 @@ class World:
         modules = tuple(LoRAModule(name, str(folder)) for name, folder in self.adapter_folders.items())
         config = EngineConfig(
             model=ModelConfig(str(self.model_folder), dtype="float32", device="cpu"),
-            cache=CacheConfig(
-                block_size=BLOCK, memory_bytes=64 << 20, enable_dual_radix_tree=reuse, **(pools or {})
-            ),
+            cache=CacheConfig(block_size=BLOCK, memory_bytes=64 << 20, enable_dual_radix_tree=reuse, **(pools or {})),
             scheduler=SchedulerConfig(
-                max_num_seqs=seqs, max_num_batched_tokens=budget, kv_sharing=mode, fork_tail=FORK_TAIL  # type: ignore[arg-type]
+                max_num_seqs=seqs,
+                max_num_batched_tokens=budget,
+                kv_sharing=mode,
+                fork_tail=FORK_TAIL,  # type: ignore[arg-type]
             ),
             lora=LoRAConfig(modules=modules, max_loras=max_loras),
         )
@@ -105,7 +106,9 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for seed, (name, options) in enumerate(ADAPTERS.items(), start=1)
     }
     known = {
-        name: KnownAdapter.read(folder, ADAPTERS[name].get("kind", "plain"), ADAPTERS[name].get("invocation_tokens", ()))
+        name: KnownAdapter.read(
+            folder, ADAPTERS[name].get("kind", "plain"), ADAPTERS[name].get("invocation_tokens", ())
+        )
         for name, folder in folders.items()
     }
     yield World(model, folders, load_model(model), known)

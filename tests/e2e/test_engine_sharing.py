@@ -28,7 +28,8 @@ def _random(count: int, seed: int) -> tuple[int, ...]:
 DOCUMENT = _random(400, 1)
 FORK = len(DOCUMENT) // BLOCK * BLOCK
 AGENTS = tuple(
-    Ask(name, (*DOCUMENT, *_random(20 + 3 * i, 2 + i)), name, fork_at=FORK, max_tokens=8) for i, name in enumerate(RANKS)
+    Ask(name, (*DOCUMENT, *_random(20 + 3 * i, 2 + i)), name, fork_at=FORK, max_tokens=8)
+    for i, name in enumerate(RANKS)
 )
 SUFFIXES = sum(len(ask.prompt) - FORK for ask in AGENTS)
 DECODED = sum(ask.max_tokens - 1 for ask in AGENTS)
@@ -51,7 +52,10 @@ def make_core(folder: Path, *, budget: int = 128, fanout: int = 8, mode: str = "
         model=ModelConfig(str(folder / "model"), dtype="float32", device="cpu"),
         cache=CacheConfig(block_size=BLOCK, memory_bytes=32 << 20, **cache),  # type: ignore[arg-type]
         scheduler=SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=budget, kv_sharing=mode, residual_fanout=fanout  # type: ignore[arg-type]
+            max_num_seqs=8,
+            max_num_batched_tokens=budget,
+            kv_sharing=mode,
+            residual_fanout=fanout,  # type: ignore[arg-type]
         ),
         lora=LoRAConfig(
             modules=tuple(LoRAModule(name, str(folder / name)) for name in names), teams=(("orders", tuple(RANKS)),)

@@ -38,6 +38,7 @@ def test_mutant_is_caught(mutant, record_property):
         run_state_machine_as_test(CountingMachine, settings=once)
     errors = caught.value.exceptions if isinstance(caught.value, BaseExceptionGroup) else [caught.value]
     assert isinstance(errors[0], AssertionError), f"caught by accident: {errors[0]!r}"
+    # tests/conftest.py prints these as a table at the end of the run
+    record_property("mutant", mutant.__name__)
     record_property("examples", CountingMachine.examples)
-    reason = str(errors[0]).splitlines()[0]
-    print(f"\nmutant {mutant.__name__}: caught in example {CountingMachine.examples} by: {reason}")
+    record_property("caught_by", str(errors[0]).splitlines()[0])
