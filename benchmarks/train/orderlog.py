@@ -3,10 +3,9 @@
 A document is a table of orders, one a line, with the columns `order,customer,item,price,ordered,shipped,status`.
 Three tasks ask about one to four orders by name, so an answer stays under 150 tokens at any document length:
 
-* `extract`: the orders as a JSON array,
+* `extract`: the orders as JSON, one object a line,
 * `sql`: one SQL INSERT statement an order,
-* `audit`: the record of each order with a verdict: `short` (shipped is not what was ordered), else `late`
-  (the status says so), else `ok`.
+* `audit`: the record of each order with a verdict on its payment: `ok`, `unpaid` or `overdue`.
 
 Everything is a function of a seed. Order names, customers and items are words that are one token each in the
 SmolLM2 vocabulary, both behind a line break, a comma or a quote: a 135M model copies such words reliably, and the
@@ -60,7 +59,8 @@ _ITEMS = _words("""
     paper book pen marker stamp card folder file clip map flag coat shirt hat cap boot sock belt ring boat car tank
     filter sensor fan oven pan pot button switch plug socket torch bench hose gate tile stone beam pole post sign hook
     spring disk disc drive router server lens bell ball net bat""")
-_STATUSES = ("paid", "open", "late")
+_VERDICTS = {"paid": "ok", "open": "unpaid", "late": "overdue"}
+_STATUSES = tuple(_VERDICTS)
 _PLACES = ("North", "South", "East", "West")
 _MONTHS = ("January", "February", "March", "April", "June", "July", "August", "September", "October", "November")
 _COLUMNS = "order,customer,item,price,ordered,shipped,status"
@@ -91,10 +91,8 @@ class Order:
 
     @property
     def verdict(self) -> str:
-        """What an audit says of the order: "short", "late" or "ok"."""
-        if self.shipped != self.ordered:
-            return "short"
-        return "late" if self.status == "late" else "ok"
+        """What an audit says of the order's payment."""
+        return _VERDICTS[self.status]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +185,7 @@ def _extract(orders: list[Order]) -> str:
         {"order": o.name, "customer": o.customer, "item": o.item, "price": o.price, "ordered": o.ordered}
         for o in orders
     ]
-    return json.dumps(rows, separators=(",", ":"))
+    return "\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
 
 
 def _sql(orders: list[Order]) -> str:
