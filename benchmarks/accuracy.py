@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import math
+import signal
 import socket
 import subprocess
 import sys
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the page here, e.g. docs/accuracy.md")
     parser.add_argument("--show-mistakes", type=int, default=0, metavar="N", help="print N wrong answers of each case")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the running server is ended too
     results = measure(args)
     show_mistakes(results, args.show_mistakes)
     page = report(results, args.documents)

@@ -42,10 +42,14 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class ResidualExpansion:
-    """B matrices of one layer by adapter slot, [slots, R, Hkv * D], scaling (and K-norm gain) folded in."""
+    """B matrices of one layer by adapter slot, [slots, R, Hkv * D], scaling (and K-norm gain) folded in.
+
+    `b_k_rotated` [block_size, slots, R, Hkv * D], if kept: B_k rotated to every offset inside a block.
+    """
 
     b_k: Tensor
     b_v: Tensor
+    b_k_rotated: Tensor | None = None
 
 
 class AttentionBackend(ABC):

@@ -77,8 +77,7 @@ def _add_residual_scores(
     columns = read_residual(cache.residual, part.k_units, count, part.num_blocks)
     block_size, rank = columns.shape[2:]
     columns = columns.permute(2, 0, 1, 3).reshape(block_size * count, part.num_blocks, rank)
-    b_k = expansion.b_k.index_select(0, part.slots)[:, :rank].view(1, count, rank, kv_heads, dim)
-    b_k = rotate(b_k, offset_cos[:, None, None, None], offset_sin[:, None, None, None])
+    b_k = _rotated_b_k(expansion, part.slots, rank, dim, offset_cos, offset_sin)
     keys = torch.bmm(columns, b_k.view(block_size * count, rank, kv_heads * dim))
     keys = keys.view(block_size, count * part.num_blocks * kv_heads, dim).transpose(0, 1)
     queries = rotate(q[part.lo : part.hi, None], part.cos[:, None, None], -part.sin[:, None, None])
@@ -92,6 +91,15 @@ def _add_residual_scores(
         target *= (_rms(cache.k_rms, part.kv_blocks, count) / adapted).to(target.dtype)
         extra = extra / adapted.to(extra.dtype)
     target += extra
+
+
+def _rotated_b_k(expansion: ResidualExpansion, slots: Tensor, rank: int, dim: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """B_k of `slots` [count] rotated to every offset inside a block, [block_size, count, rank, Hkv * D]."""
+    if expansion.b_k_rotated is not None:
+        return expansion.b_k_rotated[:, :, :rank].index_select(1, slots)
+    b_k = expansion.b_k[:, :rank].index_select(0, slots)
+    by_head = b_k.view(1, len(slots), rank, -1, dim)
+    return rotate(by_head, cos[:, None, None, None], sin[:, None, None, None]).flatten(3)
 
 
 def _rms(cache: Tensor, blocks: Tensor, rows: int) -> Tensor:

@@ -22,6 +22,9 @@ from forkkv.types import StepPlan, StepResult
 
 logger = get_logger(__name__)
 
+_MAX_ROTATED_OFFSETS = 32
+"""Largest block for which B_k is kept rotated to every offset: the memory grows with the block, the gain shrinks."""
+
 
 class UniprocExecutor:
     """Implements `forkkv.executor.executor.Executor`. `model` and, after `allocate_cache`, `runner` are there for
@@ -48,7 +51,12 @@ class UniprocExecutor:
         self.model = LlamaModel(spec, weights, self._device, self._dtype, self.max_model_len)
         self.backend = self.model.make_backend(backend)
         loaded = _load_adapters(config, spec)
-        self.lora = AdapterWeights(spec, loaded, config.lora.max_loras, self._device, self._dtype, self.model.k_gains)
+        offsets = None
+        if self._device.type == "cpu" and config.cache.block_size <= _MAX_ROTATED_OFFSETS:
+            offsets = self.model.offset_rotation(config.cache.block_size)
+        self.lora = AdapterWeights(
+            spec, loaded, config.lora.max_loras, self._device, self._dtype, self.model.k_gains, offsets
+        )
         self.model_name = resolved.name
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = spec.eos_token_ids

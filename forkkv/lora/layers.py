@@ -78,12 +78,13 @@ class LoRAStep:
             return
         a, b = self.weights.a[group][layer], self.weights.b[group][layer]
         for begin, end, slot in self.ranges:
-            y[begin:end].addmm_(torch.mm(x[begin:end], a[slot].t()), b[slot])
+            y[begin:end].addmm_(torch.mm(x[begin:end], a[:, slot]), b[slot])
         if (rows := self.dense) is None:
             return
         inputs = x[rows.begin : rows.end] if rows.index is None else x.index_select(0, rows.index)
-        shrunk = torch.mm(inputs, a[rows.lo : rows.hi].flatten(0, 1).t())
-        shrunk.view(len(inputs), rows.hi - rows.lo, -1).mul_(rows.mask)
+        width = rows.hi - rows.lo
+        shrunk = torch.mm(inputs, a.flatten(1)[:, rows.lo * a.shape[2] : rows.hi * a.shape[2]])
+        shrunk.view(len(inputs), width, -1).mul_(rows.mask)
         expand = b[rows.lo : rows.hi].flatten(0, 1)
         if rows.index is None:
             y[rows.begin : rows.end].addmm_(shrunk, expand)

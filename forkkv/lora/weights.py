@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forkkv.attention.backend import ResidualExpansion
+from forkkv.attention.paged import rotate
 from forkkv.lora.adapter import LoadedAdapter
 from forkkv.models.spec import ModelSpec
 from forkkv.types import RESIDUAL_TILE, AdapterId
@@ -36,7 +37,7 @@ class AdapterWeights:
     """A and B of the adapters that may run, stacked by slot, and what base prefills need to write residuals.
 
     With R the largest rank ever resident, rounded up to 16, and n the modules of a group: `a[group][layer]`
-    [slots, n * R, in]; `b[group][layer]` [slots, n * R, out], block diagonal over the modules, scaling folded in.
+    [in, slots, n * R]; `b[group][layer]` [slots, n * R, out], block diagonal over the modules, scaling folded in.
     Columns beyond an adapter's rank, modules and layers without weights are zeros, so mixed ranks need no branch.
     A group that no adapter touches has no tensors.
     """
@@ -49,8 +50,11 @@ class AdapterWeights:
         device: torch.device,
         dtype: torch.dtype,
         k_gains: Sequence[Tensor] | None = None,
+        offset_rotation: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """`k_gains`: the K norm's gain [D] of each layer, for models with QK-norm; it is folded into `B_k`."""
+        """`k_gains`: the K norm's gain [D] of each layer, for models with QK-norm; it is folded into `B_k`.
+        `offset_rotation`: cos and sin [block_size, D / 2] of the offsets inside a block; with it B_k is also kept
+        rotated to each of them, which spares decode on CPUs doing so in every step."""
         self.spec, self.max_loras, self.device, self.dtype = spec, max_loras, device, dtype
         self.adapters = {adapter.meta.adapter_id: adapter for adapter in adapters}
         self.slots: dict[int, AdapterId] = {}
@@ -59,7 +63,7 @@ class AdapterWeights:
         self.a: dict[str, list[Tensor]] = {}
         self.b: dict[str, list[Tensor]] = {}
         self.expansions: list[ResidualExpansion] = []
-        self._k_gains = k_gains
+        self._k_gains, self._offset_rotation = k_gains, offset_rotation
         self._outputs = {
             "q_proj": spec.q_size,
             "k_proj": spec.kv_size,
@@ -106,33 +110,47 @@ class AdapterWeights:
         for group in self.groups:
             rows = len(GROUPS[group]) * self.rank
             out = sum(self._outputs[module] for module in GROUPS[group])
-            self.a[group] = [self._zeros(self.max_loras, rows, inputs[group]) for _ in layers]
+            self.a[group] = [self._zeros(inputs[group], self.max_loras, rows) for _ in layers]
             self.b[group] = [self._zeros(self.max_loras, rows, out) for _ in layers]
         shape = (self.max_loras, self.rank, spec.kv_size)
-        self.expansions = [ResidualExpansion(self._zeros(*shape), self._zeros(*shape)) for _ in layers]
+        offsets = 0 if self._offset_rotation is None else len(self._offset_rotation[0])
+        self.expansions = [
+            ResidualExpansion(
+                self._zeros(*shape), self._zeros(*shape), self._zeros(offsets, *shape) if offsets else None
+            )
+            for _ in layers
+        ]
 
     def _fill(self, slot: int, adapter: LoadedAdapter) -> None:
         """Overwrite everything of a slot."""
         for layer in range(self.spec.num_layers):
             for group in self.groups:
-                slot_a, slot_b = self.a[group][layer][slot].zero_(), self.b[group][layer][slot].zero_()
+                slot_a, slot_b = self.a[group][layer][:, slot].zero_(), self.b[group][layer][slot].zero_()
                 column = 0
                 for i, module in enumerate(GROUPS[group]):
                     out = self._outputs[module]
                     if (layer, module) in adapter.weights:
                         a, b = self._scaled(adapter, layer, module)
                         rows = slice(i * self.rank, i * self.rank + a.shape[0])
-                        slot_a[rows] = a
+                        slot_a[:, rows] = a.t()
                         slot_b[rows, column : column + out] = b
                     column += out
-            for module, target in (("k_proj", self.expansions[layer].b_k), ("v_proj", self.expansions[layer].b_v)):
-                target[slot].zero_()
-                if (layer, module) in adapter.weights:
-                    _, b = self._scaled(adapter, layer, module)
-                    if module == "k_proj" and self._k_gains is not None:
-                        gain = self._k_gains[layer].float().cpu()
-                        b = (b.view(b.shape[0], -1, gain.shape[0]) * gain).view_as(b)
-                    target[slot, : b.shape[0]] = b
+            self._fill_expansion(slot, adapter, layer)
+
+    def _fill_expansion(self, slot: int, adapter: LoadedAdapter, layer: int) -> None:
+        """Overwrite a slot of what readers of residuals need."""
+        expansion, dim = self.expansions[layer], self.spec.head_dim
+        for module, target in (("k_proj", expansion.b_k), ("v_proj", expansion.b_v)):
+            target[slot].zero_()
+            if (layer, module) in adapter.weights:
+                _, b = self._scaled(adapter, layer, module)
+                if module == "k_proj" and self._k_gains is not None:
+                    b = (b.reshape(len(b), -1, dim) * self._k_gains[layer].float().cpu()).view_as(b)
+                target[slot, : len(b)] = b
+        if expansion.b_k_rotated is not None and self._offset_rotation is not None:
+            cos, sin = (table[:, None, None].float() for table in self._offset_rotation)
+            rotated = rotate(expansion.b_k[slot].float().view(self.rank, -1, dim), cos, sin)
+            expansion.b_k_rotated[:, slot] = rotated.flatten(2)
 
     def _scaled(self, adapter: LoadedAdapter, layer: int, module: str) -> tuple[Tensor, Tensor]:
         """(A [r, in], scaling * B transposed [r, out]) in float32 on the CPU."""

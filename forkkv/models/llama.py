@@ -18,8 +18,11 @@ from forkkv.attention.batch import ForwardBatch
 from forkkv.errors import ModelLoadError
 from forkkv.lora.layers import LoRAStep, plan_lora, rms_of_heads
 from forkkv.lora.weights import AdapterWeights
-from forkkv.models.layers import FusedLinear, RMSNorm, RotaryTable, apply_rotary
+from forkkv.models.layers import FusedLinear, RMSNorm, RotaryTable, TiedHead, apply_rotary
 from forkkv.models.spec import ModelSpec
+
+_HEAD_COPY_BYTES = 256 << 20
+"""Tied embeddings up to this size get a transposed copy as head on CPUs, see `FusedLinear`."""
 
 
 class Cache(Protocol):
@@ -155,8 +158,7 @@ class LlamaModel(nn.Module):
             DecoderLayer(i, spec, LayerWeights(weights, f"layers.{i}.", device, dtype)) for i in range(spec.num_layers)
         )
         self.norm = RMSNorm(top.take("norm.weight"), spec.rms_norm_eps)
-        head = self.embedding if spec.tie_word_embeddings else top.take("lm_head.weight")
-        self.head = head if isinstance(head, nn.Parameter) else nn.Parameter(head, requires_grad=False)
+        self.head = self._make_head(top)
         self.rotary = RotaryTable(spec, num_positions or spec.max_position_embeddings, device)
 
     @property
@@ -165,6 +167,10 @@ class LlamaModel(nn.Module):
         if not self.spec.qk_norm:
             return None
         return [layer.attention.k_norm.weight for layer in self.layers]  # type: ignore[union-attr, misc]
+
+    def offset_rotation(self, block_size: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [block_size, D / 2] of the positions inside a block."""
+        return self.rotary.cos[:block_size], self.rotary.sin[:block_size]
 
     def make_backend(self, backend: type[AttentionBackend]) -> AttentionBackend:
         """An attention backend for this model's shape and rotation."""
@@ -178,7 +184,15 @@ class LlamaModel(nn.Module):
         hidden = F.embedding(batch.input_ids, self.embedding)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             hidden = layer(hidden, step, layer_cache)
-        return F.linear(self.norm(hidden.index_select(0, batch.sample_tokens)), self.head)
+        return self.head(self.norm(hidden.index_select(0, batch.sample_tokens)))
+
+    def _make_head(self, weights: LayerWeights) -> nn.Module:
+        if not self.spec.tie_word_embeddings:
+            return FusedLinear([weights.take("lm_head.weight")])
+        size = self.embedding.numel() * self.embedding.element_size()
+        if self.device.type == "cpu" and size <= _HEAD_COPY_BYTES:
+            return FusedLinear([self.embedding])
+        return TiedHead(self.embedding)
 
 
 def attention_shape(spec: ModelSpec) -> AttentionShape:

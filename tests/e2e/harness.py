@@ -119,11 +119,19 @@ class Reference:
     """
 
     def __init__(
-        self, model: Any, adapters: dict[str, KnownAdapter], *, mode: str, block_size: int = 16, fork_tail: int = 64
+        self,
+        model: Any,
+        adapters: dict[str, KnownAdapter],
+        *,
+        mode: str,
+        block_size: int = 16,
+        fork_tail: int = 64,
+        rows: dict[tuple[Any, ...], Tensor] | None = None,
     ) -> None:
+        """`rows`: a cache of log-probs to use, for several references over one model and the same adapters."""
         self.model, self.adapters, self.mode = model, adapters, mode
         self.block_size, self.fork_tail = block_size, fork_tail
-        self._rows: dict[tuple[Any, ...], Tensor] = {}
+        self._rows = {} if rows is None else rows
 
     def meaning(self, ask: Ask) -> tuple[Kind, int]:
         """(kind of computation, f_w) of a request; f_w is the prompt's length for a base request."""

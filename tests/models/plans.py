@@ -62,7 +62,7 @@ def make_runner(
     )
     cache = PagedCache(cache_spec, num_blocks, num_units, dtype, CPU, poison=poison)
     chosen = model.make_backend(select_backend(CPU, dtype, attention_shape(spec), backend))
-    lora = AdapterWeights(spec, adapters, max_loras, CPU, dtype, model.k_gains)
+    lora = AdapterWeights(spec, adapters, max_loras, CPU, dtype, model.k_gains, model.offset_rotation(block_size))
     return ModelRunner(model, cache, chosen, lora, max_num_seqs=4, max_model_len=max_model_len)
 
 

@@ -39,10 +39,10 @@ def test_greedy_is_argmax() -> None:
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, float("-inf")]])
     for temperature in (0.5, 1.0, 2.0):
-        tokens = draws(logits, 8000, temperature=temperature)
+        tokens = draws(logits, 4000, temperature=temperature)
         expected = torch.softmax(logits[0] / temperature, -1)
         found = torch.bincount(torch.tensor(tokens), minlength=4) / len(tokens)
-        assert (found - expected).abs().max() < 0.02 and found[3] == 0
+        assert (found - expected).abs().max() < 0.03 and found[3] == 0
 
 
 def test_draw_depends_on_seed_and_index_alone() -> None:

@@ -1,0 +1,163 @@
+"""Section "speed": prefill against transformers' own forward, decode against transformers + PEFT.
+
+Both sides run in this process, with the same fp32 tensors and the same threads, in turns.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.lib.common import Engines, Line, Workspace, median, step_until, time_to_first_token
+from forkkv.engine.core import EngineCore
+from tests.e2e.harness import Ask, engine_request
+
+SECTION = "speed"
+PREFILL_TOKENS = (2000, 4000)
+PREFILL_RATIO = 0.9
+REPEATS = 3
+CONTEXT = 300
+DECODE_TOKENS = 48
+STREAMS = (1, 8)
+
+
+def run(work: Workspace) -> list[Line]:
+    """Prefill of each length, decode of each number of streams."""
+    adapters = {f"speed{i}": work.adapter(f"speed{i}", rank=8, seed=60 + i) for i in range(max(STREAMS))}
+    engines = Engines(adapters)
+    core = engines.core("none")
+    model = work.transformers_model()
+    lines = [_prefill(work, core, model, work.size(length)) for length in PREFILL_TOKENS]
+    peft_model = _with_adapters(model, adapters)
+    return lines + [_decode(work, core, peft_model, list(adapters), streams) for streams in STREAMS]
+
+
+def _prefill(work: Workspace, core: EngineCore, model: Any, length: int) -> Line:
+    """Base model, empty cache, one token out on both sides."""
+    prompt = work.document(length, 4)
+    ids = torch.tensor([prompt])
+
+    def theirs() -> float:
+        began = time.perf_counter()
+        with torch.inference_mode():
+            model(input_ids=ids, logits_to_keep=1)
+        return time.perf_counter() - began
+
+    def ours() -> float:
+        core.flush_cache()
+        return time_to_first_token(core, Ask("prefill", prompt, max_tokens=1))
+
+    theirs(), ours()
+    pairs = [(theirs(), ours()) for _ in range(REPEATS)]
+    their_rate, our_rate = (length / median([pair[i] for pair in pairs]) for i in range(2))
+    ratio = our_rate / their_rate
+    return Line(
+        SECTION,
+        f"prefill of {length:,} tokens over transformers' forward",
+        f"{ratio:.2f} ({our_rate:.0f} of {their_rate:.0f} tokens/s)",
+        f">= {PREFILL_RATIO}",
+        ratio >= PREFILL_RATIO,
+        ratio,
+        {"seconds": pairs},
+    )
+
+
+def _with_adapters(model: Any, adapters: dict[str, Path]) -> Any:
+    """`model` with all adapters loaded by PEFT, the first one active."""
+    from peft import PeftModel
+
+    first, *others = adapters
+    peft_model = PeftModel.from_pretrained(model, adapters[first], adapter_name=first)
+    for name in others:
+        peft_model.load_adapter(adapters[name], adapter_name=name)
+    peft_model.set_adapter(first)
+    return peft_model.eval().requires_grad_(False)
+
+
+def _decode(work: Workspace, core: EngineCore, peft_model: Any, names: list[str], streams: int) -> Line:
+    """Plain adapters in private caches: the same function on both sides, no prompt shares anything.
+
+    Ours runs a different adapter in every stream. PEFT runs its faster way: one adapter for the whole batch, or
+    (`adapter_names`) one for each row.
+    """
+    prompts = [work.document(work.size(CONTEXT), 10 + i) for i in range(streams)]
+    tokens = 16 if work.quick else DECODE_TOKENS
+    mixed = [names[:streams]] if streams > 1 else []
+    ways: list[list[str] | None] = [None, *mixed]
+    _ours(core, prompts, names, 4)
+    for way in ways:
+        _theirs(peft_model, prompts, way, 4)
+    our_rates: list[float] = []
+    their_rates: dict[str, list[float]] = {}
+    for _ in range(REPEATS):
+        our_rates.append(_ours(core, prompts, names, tokens))
+        for way in ways:
+            label = "one adapter" if way is None else "mixed"
+            their_rates.setdefault(label, []).append(_theirs(peft_model, prompts, way, tokens))
+    ours = median(our_rates)
+    label, theirs = max(((key, median(rates)) for key, rates in their_rates.items()), key=lambda pair: pair[1])
+    return Line(
+        SECTION,
+        f"decode of {streams} stream{'s' if streams > 1 else ''} over transformers + PEFT",
+        f"{ours / theirs:.2f} ({ours:.1f} of {theirs:.1f} tokens/s, {label})",
+        "> 1",
+        ours > theirs,
+        ours / theirs,
+        {"ours": our_rates, "theirs": their_rates},
+    )
+
+
+def _ours(core: EngineCore, prompts: list[tuple[int, ...]], names: list[str], tokens: int) -> float:
+    """Tokens a second of all streams together, between the step in which the last stream got its first token and
+    `tokens` steps later; nobody ends in between."""
+    core.flush_cache()
+    limit = tokens + len(prompts) * 4 + 8
+    for name, prompt in zip(names, prompts, strict=False):
+        request = engine_request(core, Ask(name, prompt, name, max_tokens=limit, top_logprobs=0), name)
+        core.add_request(request)
+    waiting = set(names[: len(prompts)])
+
+    def all_started(outputs: Any) -> bool:
+        waiting.difference_update(output.request_id for output in outputs)
+        return not waiting
+
+    step_until(core, all_started)
+    began, count = time.perf_counter(), 0
+    for _ in range(tokens):
+        outputs, _ = core.step()
+        count += sum(len(output.new_token_ids) for output in outputs)
+    seconds = time.perf_counter() - began
+    assert count == tokens * len(prompts), "a stream ended or waited while it was measured"
+    core.abort(names)
+    step_until(core, lambda outputs: False)
+    return count / seconds
+
+
+def _theirs(model: Any, prompts: list[tuple[int, ...]], adapter_names: list[str] | None, tokens: int) -> float:
+    """The same of `generate`, by the times at which its first and its last token were there."""
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    times: list[float] = []
+
+    class Clock(StoppingCriteria):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            times.append(time.perf_counter())
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    ids = torch.tensor(prompts)
+    options: dict[str, Any] = {} if adapter_names is None else {"adapter_names": adapter_names}
+    with torch.inference_mode():
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens + 1,
+            min_new_tokens=tokens + 1,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([Clock()]),
+            **options,
+        )
+    return len(prompts) * (len(times) - 1) / (times[-1] - times[0])
