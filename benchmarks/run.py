@@ -15,12 +15,14 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
 
 from benchmarks.lib import machine, report  # noqa: E402
 from benchmarks.lib.common import Line, Workspace  # noqa: E402

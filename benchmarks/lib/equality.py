@@ -103,9 +103,9 @@ def run(work: Workspace) -> list[Line]:
 
 
 def _preempted(setup: EqualitySetup) -> Line:
-    """A pool in which a few sequences fit at a time."""
+    """A pool in which one sequence and a half fit, so that those which share a prefix outgrow it together."""
     longest = max(-(-(len(ask.prompt) + ask.max_tokens) // 16) for ask in setup.asks)
-    core = setup.engines.core("fork", num_kv_blocks=2 * longest, num_residual_units=20 * longest)
+    core = setup.engines.core("fork", num_kv_blocks=longest * 3 // 2, num_residual_units=20 * longest)
     completions = run_all(core, setup.asks)
     count = core.stats().preemptions_total
     return setup.line("tiny pool, preempted", "fork", completions, f", {count} preemptions", failed=count == 0)

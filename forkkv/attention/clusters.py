@@ -68,14 +68,16 @@ def plan_clusters(
     parts: list[tuple[int, list[int]]] = []
     for group in batch.groups:
         members = [row for row in group.rows if row in left]
-        if len(members) > 1:
-            parts += _refine(host, members, block_size)
+        if len(members) < 2:
+            continue  # its partners are prefill rows, which are computed elsewhere
+        parts += _refine(host, members, block_size)
         for row in members:
             del left[row]
     short = [row for row in left if host.seq_lens[row] <= _LONG_CONTEXT]
     if short:
         parts.append((0, short))
     parts += [(int(host.seq_lens[row] - 1) // block_size, [row]) for row in left if host.seq_lens[row] > _LONG_CONTEXT]
+    assert sorted(row for _, members in parts for row in members) == rows, "every row is in one cluster"
     return tuple(_plan_cluster(batch, shared, members, kv_size, cos, sin, qk_norm) for shared, members in parts)
 
 

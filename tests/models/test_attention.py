@@ -197,6 +197,12 @@ def test_shared_prefix() -> None:
         check(Case(rows, groups=(SharedPrefix(num_blocks, (0, 1, 2, 3, 4)),)))
 
 
+def test_one_decode_row_in_a_group_of_prefill_rows() -> None:
+    """Its partners are computed elsewhere, and it must be computed nevertheless."""
+    rows = [Row(6, 46, shared=3), Row(1, 41, shared=3), Row(9, 50, shared=3), Row(1, 17)]
+    check(Case(rows, groups=(SharedPrefix(3, (0, 1, 2)),)))
+
+
 def test_two_documents_behind_one_prefix_are_two_clusters() -> None:
     case = Case([Row(1, 1300, shared=3) for _ in range(4)], groups=(SharedPrefix(3, (0, 1, 2, 3)),))
     batch, cache, expansion, q, cos, sin = build(case)
