@@ -11,27 +11,40 @@ from torch import Tensor
 from forkkv.attention.batch import ForwardBatch, HostRows
 from forkkv.attention.paged import BlockRun, block_runs, to_device
 from forkkv.attention.prefill import row_units
+from forkkv.types import RESIDUAL_TILE
 
 _LONG_CONTEXT = 1024
 """Tokens from which a row without a shared prefix is read on its own instead of in a padded batch."""
-_EXPANSION_ELEMENTS = 1 << 20
-"""Expanded residual elements (rows * tokens * Hkv * D) per matrix product, so that they stay in the caches."""
+_EXPANSION_ELEMENTS = 1 << 18
+"""Expanded residual elements (rows * tokens * Hkv * D) at a time: 1 MiB in float32, so that what one matrix product
+writes is still in the core's own cache when the next one reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChunk:
+    """K residual of blocks [begin, end) of some rows: `units` [rows * (end - begin) * tiles]."""
+
+    begin: int
+    end: int
+    units: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualRows:
     """Rows [lo, hi) of a cluster whose residuals are expanded together, padded with null units to `num_blocks`.
 
-    `k_units`, `v_units` [rows * num_blocks * tiles] (None: no row has that half); `slots` [rows]; `cos`, `sin`
-    [num_blocks, D / 2]: rotation of the first token of each block. `kv_blocks`, `rms_units` [rows * num_blocks] for
-    QK-norm, null where a row has no K residual.
+    `k_chunks` cover the blocks (empty: no row has a K residual) and `k_rank` counts its columns; `v_units`
+    [rows * num_blocks * tiles] (None: no row has a V residual); `slots` [rows]; `cos`, `sin` [num_blocks, D / 2]:
+    rotation of the first token of each block. `kv_blocks`, `rms_units` [rows * num_blocks] for QK-norm, null where a
+    row has no K residual.
     """
 
     lo: int
     hi: int
     num_blocks: int
     slots: Tensor
-    k_units: Tensor | None
+    k_rank: int
+    k_chunks: tuple[KeyChunk, ...]
     v_units: Tensor | None
     cos: Tensor
     sin: Tensor
@@ -144,9 +157,8 @@ def _plan_residuals(
         lo = max(0, hi - max(1, _EXPANSION_ELEMENTS // (longest * kv_size)))
         while reads[members[lo]] == 0:
             lo += 1
-        out.append(
-            _residual_rows(host, members[lo:hi], lo, reads, longest // block_size, block_size, cos, sin, qk_norm)
-        )
+        num_blocks, chunk = longest // block_size, max(1, _EXPANSION_ELEMENTS // ((hi - lo) * block_size * kv_size))
+        out.append(_residual_rows(host, members[lo:hi], lo, reads, num_blocks, chunk, block_size, cos, sin, qk_norm))
         hi = lo
     return tuple(out)
 
@@ -157,15 +169,22 @@ def _residual_rows(
     lo: int,
     reads: dict[int, int],
     num_blocks: int,
+    chunk: int,
     block_size: int,
     cos: Tensor,
     sin: Tensor,
     qk_norm: bool,
 ) -> ResidualRows:
+    """`chunk`: blocks whose K is expanded at a time."""
     device = cos.device
+    k_chunks: list[KeyChunk] = []
     k_units = _padded_units(host.residual_k_table, host.k_tiles, host, rows, reads, num_blocks, block_size)
     v_units = _padded_units(host.residual_v_table, host.v_tiles, host, rows, reads, num_blocks, block_size)
     kv_blocks = rms_units = None
+    if k_units is not None:
+        for begin in range(0, num_blocks, chunk):
+            units = k_units[:, begin : begin + chunk]
+            k_chunks.append(KeyChunk(begin, begin + units.shape[1], to_device(units.ravel(), device)))
     if qk_norm and k_units is not None:
         first_tile = k_units[:, :, 0]
         kv_blocks = to_device(np.where(first_tile > 0, host.kv_block_table[rows, :num_blocks], 0).ravel(), device)
@@ -175,7 +194,8 @@ def _residual_rows(
         hi=lo + len(rows),
         num_blocks=num_blocks,
         slots=to_device(host.read_slot[rows], device),
-        k_units=None if k_units is None else to_device(k_units.ravel(), device),
+        k_rank=0 if k_units is None else k_units.shape[2] * RESIDUAL_TILE,
+        k_chunks=tuple(k_chunks),
         v_units=None if v_units is None else to_device(v_units.ravel(), device),
         cos=cos[: num_blocks * block_size : block_size],
         sin=sin[: num_blocks * block_size : block_size],

@@ -43,7 +43,7 @@ def run_cluster(
     by_row = scores.view(kv_heads, rows, per_kv, -1)
     if expansion is not None:
         for part in cluster.residuals:
-            if part.k_units is not None:
+            if part.k_chunks:
                 _add_residual_scores(by_row, scaled, part, cache, expansion, offset_cos, offset_sin)
     probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     by_row = probs.view(kv_heads, rows, per_kv, -1)
@@ -72,25 +72,29 @@ def _add_residual_scores(
     offset_sin: Tensor,
 ) -> None:
     """Complete the scores [Hkv, R, G, N] of the part's rows in place; q [R, Hkv, G, D] is already scaled."""
-    assert part.k_units is not None
     count, (_, kv_heads, per_kv, dim) = part.hi - part.lo, q.shape
-    columns = read_residual(cache.residual, part.k_units, count, part.num_blocks)
-    block_size, rank = columns.shape[2:]
-    columns = columns.permute(2, 0, 1, 3).reshape(block_size * count, part.num_blocks, rank)
-    b_k = _rotated_b_k(expansion, part.slots, rank, dim, offset_cos, offset_sin)
-    keys = torch.bmm(columns, b_k.view(block_size * count, rank, kv_heads * dim))
-    keys = keys.view(block_size, count * part.num_blocks * kv_heads, dim).transpose(0, 1)
-    queries = rotate(q[part.lo : part.hi, None], part.cos[:, None, None], -part.sin[:, None, None])
-    extra = torch.bmm(keys, queries.view(-1, per_kv, dim).transpose(1, 2))
-    extra = extra.view(count, part.num_blocks, kv_heads, block_size, per_kv).permute(2, 0, 4, 1, 3)
-    extra = extra.reshape(kv_heads, count, per_kv, part.num_blocks * block_size)
+    block_size = cache.residual.shape[1]
     target = scores[:, part.lo : part.hi, :, : part.num_blocks * block_size]
+    adapted = None
     if part.rms_units is not None and part.kv_blocks is not None:
         assert cache.k_rms is not None and cache.residual_rms is not None
         adapted = _rms(cache.residual_rms, part.rms_units, count)
         target *= (_rms(cache.k_rms, part.kv_blocks, count) / adapted).to(target.dtype)
-        extra = extra / adapted.to(extra.dtype)
-    target += extra
+    b_k = _rotated_b_k(expansion, part.slots, part.k_rank, dim, offset_cos, offset_sin)
+    b_k = b_k.view(block_size * count, part.k_rank, kv_heads * dim)
+    queries = rotate(q[part.lo : part.hi, None], part.cos[:, None, None], -part.sin[:, None, None])
+    for chunk in part.k_chunks:
+        blocks = chunk.end - chunk.begin
+        columns = read_residual(cache.residual, chunk.units, count, blocks).permute(2, 0, 1, 3)
+        keys = torch.bmm(columns.reshape(block_size * count, blocks, part.k_rank), b_k)
+        keys = keys.view(block_size, count * blocks * kv_heads, dim).transpose(0, 1)
+        own = queries[:, chunk.begin : chunk.end].reshape(-1, per_kv, dim)
+        extra = torch.bmm(keys, own.transpose(1, 2)).view(count, blocks, kv_heads, block_size, per_kv)
+        extra = extra.permute(2, 0, 4, 1, 3).reshape(kv_heads, count, per_kv, blocks * block_size)
+        begin, end = chunk.begin * block_size, chunk.end * block_size
+        if adapted is not None:
+            extra = extra / adapted[..., begin:end].to(extra.dtype)
+        target[..., begin:end] += extra
 
 
 def _rotated_b_k(expansion: ResidualExpansion, slots: Tensor, rank: int, dim: int, cos: Tensor, sin: Tensor) -> Tensor:

@@ -177,9 +177,11 @@ def test_long_contexts(qk_norm: bool) -> None:
 
 
 def test_expansion_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "_EXPANSION_ELEMENTS", 2 * 64 * 32)
     rows = [Row(1, 70 + i, slot=i % 3, residual_len=8 * (i % 9), k_tiles=1 + i % 2, v_tiles=1) for i in range(12)]
-    check(Case(rows))
+    for elements in (2 * 64 * 32, 24 * 32, 1):
+        monkeypatch.setattr(clusters, "_EXPANSION_ELEMENTS", elements)
+        check(Case(rows))
+        check(Case(rows, qk_norm=True))
 
 
 def test_shared_prefix() -> None:
