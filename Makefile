@@ -27,7 +27,7 @@ INSTALLED := $(TORCH) $(DEMO_MODEL) $(CURDIR) $(sort $(wildcard forkkv/__init__.
 KEY := $(shell { cat pyproject.toml constraints.txt; echo "$(INSTALLED)"; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.installed-$(KEY)
 
-TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 	HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
 
 .PHONY: help install serve test lint format bench train-demo wheel clean

@@ -57,7 +57,8 @@ class EngineCore:
             sharing = self.config.scheduler.kv_sharing
             readers = [meta for meta in self.executor.adapters if reads_residual(meta, sharing)]
             ranks = [max(meta.rank_k, meta.rank_v) for meta in readers]
-            fanout = min(self.config.scheduler.residual_fanout, len(readers))
+            # The requester's own residual is mandatory, also where nothing fans out.
+            fanout = min(max(1, self.config.scheduler.residual_fanout), len(readers))
             share = spec.residual_share(fanout, max(ranks, default=0))
         memory = cache.memory_bytes or self.executor.cache_memory_bytes()
         kv_blocks, residual_units = spec.split(memory, share)

@@ -13,7 +13,7 @@ import torch
 from forkkv.config import CacheConfig, EngineConfig, LoRAConfig, LoRAModule, ModelConfig, SchedulerConfig
 from forkkv.engine.core import EngineCore
 from forkkv.executor.uniproc import UniprocExecutor
-from forkkv.types import StepPlan, StepResult
+from forkkv.types import KVSharing, StepPlan, StepResult
 from tests.e2e.harness import Ask, Completions, KnownAdapter, Reference, run_all
 from tests.models.factory import ALL_MODULES, ATTENTION, MLP, load_model, make_adapter, make_model
 
@@ -79,7 +79,14 @@ class World:
         return Reference(self.reference_model, self.known, mode=mode, block_size=BLOCK, fork_tail=FORK_TAIL)
 
     def core(
-        self, mode: str, *, budget: int = 512, max_loras: int = 8, seqs: int = 16, reuse: bool = True, **pools: int
+        self,
+        mode: KVSharing,
+        *,
+        budget: int = 512,
+        max_loras: int = 8,
+        seqs: int = 16,
+        reuse: bool = True,
+        **pools: int,
     ) -> EngineCore:
         """A checked engine whose cache is NaN until written. `pools`: num_kv_blocks, num_residual_units."""
         modules = tuple(LoRAModule(name, str(folder)) for name, folder in self.adapter_folders.items())
@@ -129,7 +136,7 @@ def assert_clean(core: EngineCore) -> None:
 
 @pytest.mark.parametrize("budget", [512, 33], ids=["unchunked", "chunked"])
 @pytest.mark.parametrize("mode", ["none", "auto", "fork"])
-def test_mixed_batch_uncached_and_cached(world: World, mode: str, budget: int) -> None:
+def test_mixed_batch_uncached_and_cached(world: World, mode: KVSharing, budget: int) -> None:
     core, reference = world.core(mode, budget=budget), world.reference(mode)
     first = run_all(core, ASKS)
     assert_equal(reference, ASKS, first)
@@ -144,7 +151,7 @@ def test_mixed_batch_uncached_and_cached(world: World, mode: str, budget: int) -
 
 
 @pytest.mark.parametrize("mode", ["none", "fork"])
-def test_alone(world: World, mode: str) -> None:
+def test_alone(world: World, mode: KVSharing) -> None:
     core, reference = world.core(mode, max_loras=1), world.reference(mode)
     for ask in ASKS:
         assert_equal(reference, (ask,), run_all(core, [ask]))
@@ -153,7 +160,7 @@ def test_alone(world: World, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "fork"])
-def test_preempted(world: World, mode: str) -> None:
+def test_preempted(world: World, mode: KVSharing) -> None:
     core = world.core(mode, budget=64, num_kv_blocks=40, num_residual_units=120)
     asks = tuple(replace(ask, max_tokens=48) for ask in ASKS)
     completions = run_all(core, asks)

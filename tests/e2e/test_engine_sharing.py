@@ -12,7 +12,7 @@ import torch
 from forkkv.config import CacheConfig, EngineConfig, LoRAConfig, LoRAModule, ModelConfig, SchedulerConfig
 from forkkv.engine.core import EngineCore
 from forkkv.executor.uniproc import UniprocExecutor
-from forkkv.types import StepPlan, StepResult
+from forkkv.types import KVSharing, StepPlan, StepResult
 from tests.e2e.harness import Ask, LayerTokens, engine_request, run_all
 from tests.models.factory import ATTENTION, make_adapter, make_model
 
@@ -46,7 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def make_core(folder: Path, *, budget: int = 128, fanout: int = 8, mode: str = "auto", **cache: float) -> EngineCore:
+def make_core(
+    folder: Path, *, budget: int = 128, fanout: int = 8, mode: KVSharing = "auto", **cache: float
+) -> EngineCore:
     names = (*RANKS, *(f"{name}-plain" for name in RANKS))
     config = EngineConfig(
         model=ModelConfig(str(folder / "model"), dtype="float32", device="cpu"),
@@ -130,7 +132,7 @@ def test_the_base_model_reads_what_agents_computed_and_the_other_way_round(
 
 
 def test_without_fan_out_a_late_adapter_runs_the_prefix_again_and_stores_no_second_copy(folder: Path) -> None:
-    core = make_core(folder, fanout=0, residual_share=0.3)
+    core = make_core(folder, fanout=0)
     entered = LayerTokens(core)
     run_all(core, AGENTS[:1])
     assert entered.base == FORK
