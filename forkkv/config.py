@@ -46,12 +46,14 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 2048
     kv_sharing: KVSharing = "none"
     fork_tail: int = 64
     """Default fork point: prompt length minus this many tokens."""
     residual_fanout: int = 8
     """Adapters whose residual one base prefill may write beside the requester's."""
+    chunked_prefill_size: int = 512
+    """Prefill tokens of a step while other sequences decode; with none, `max_num_batched_tokens` is the only limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ class EngineConfig:
         if sched.max_num_batched_tokens < sched.max_num_seqs + cache.block_size:
             # A base chunk ends on a block boundary: with less, decode of a full batch would starve every prompt.
             raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs plus --block-size")
+        if sched.chunked_prefill_size < cache.block_size:
+            raise ConfigError("--chunked-prefill-size must be at least --block-size")
         if sched.fork_tail < 1:
             raise ConfigError("--fork-tail must be at least 1")
         if sched.residual_fanout < 0:

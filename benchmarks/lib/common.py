@@ -150,9 +150,9 @@ class Engines:
 
     @functools.cached_property
     def _executor(self) -> UniprocExecutor:
-        return UniprocExecutor(self._config("fork", 512, 64, memory_bytes=1 << 28), progress=False)
+        return UniprocExecutor(self._config("fork", 2048, 64, memory_bytes=1 << 28), progress=False)
 
-    def core(self, mode: Mode, *, budget: int = 512, fork_tail: int = 64, **cache: Any) -> EngineCore:
+    def core(self, mode: Mode, *, budget: int = 2048, fork_tail: int = 64, **cache: Any) -> EngineCore:
         """A new engine; `cache` are fields of `CacheConfig`, 1 GiB for both pools by default."""
         config = self._config(mode, budget, fork_tail, **{"memory_bytes": 1 << 30, **cache})
         return EngineCore(config, self._executor)

@@ -116,7 +116,7 @@ def _ours(core: EngineCore, prompts: list[tuple[int, ...]], names: list[str], to
     core.flush_cache()
     limit = tokens + len(prompts) * 4 + 8
     for name, prompt in zip(names, prompts, strict=False):
-        request = engine_request(core, Ask(name, prompt, name, max_tokens=limit, top_logprobs=0), name)
+        request = engine_request(core, Ask(name, prompt, name, max_tokens=limit, top_logprobs=None), name)
         core.add_request(request)
     waiting = set(names[: len(prompts)])
 

@@ -117,7 +117,10 @@ class ServerArgs(BaseSettings):
     )
     block_size: int = Field(16, ge=1, description="Tokens in a cache block; a power of two.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences in one batch.")
-    max_num_batched_tokens: int = Field(512, ge=1, description="Tokens in one step: the size of a prefill chunk.")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in one step.")
+    chunked_prefill_size: int = Field(
+        512, ge=1, description="Prefill tokens in one step while other sequences decode; alone prefill may fill a step."
+    )
 
     # server
     host: str = Field("127.0.0.1", description="Address to listen on.")
@@ -183,6 +186,7 @@ def resolve(args: ServerArgs) -> EngineConfig:
             kv_sharing=args.sharing,
             fork_tail=args.fork_tail,
             residual_fanout=args.residual_fanout,
+            chunked_prefill_size=args.chunked_prefill_size,
         ),
         lora=LoRAConfig(
             modules=tuple(LoRAModule(module.name, module.path) for module in args.lora_modules),

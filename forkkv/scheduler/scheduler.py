@@ -37,6 +37,24 @@ MAX_FAILURES = 2
 """A sequence whose step failed runs once more, alone; if that fails too it is answered with an error."""
 
 
+class Budget:
+    """Tokens left in one step. Prefill gets a smaller share while others decode, so that their streams keep flowing;
+    alone it may fill the step, since larger matrix products are faster ones."""
+
+    def __init__(self, config: SchedulerConfig, *, decoding: bool):
+        self._tokens = config.max_num_batched_tokens
+        self._prefill = min(config.chunked_prefill_size, self._tokens) if decoding else self._tokens
+
+    def share(self, in_prefill: bool) -> int:
+        """Tokens that one sequence may take now."""
+        return min(self._tokens, self._prefill) if in_prefill else self._tokens
+
+    def take(self, used: int, in_prefill: bool) -> None:
+        self._tokens -= used
+        if in_prefill:
+            self._prefill -= used
+
+
 class Scheduler:
     """See the module docstring. Owns every sequence; `kv` owns every block."""
 
@@ -190,22 +208,21 @@ class Scheduler:
         return plan.build()
 
     def _schedule_all(self) -> None:
-        budget = self.config.max_num_batched_tokens
+        budget = Budget(self.config, decoding=any(not sequence.in_prefill for sequence in self.running))
         short = False
         for sequence in list(self.running):
-            if budget <= 0 or sequence.status is not SequenceStatus.RUNNING:
-                continue
-            used, has_room = self._segments.advance(sequence, budget, self._draft)
-            budget -= used
-            while not has_room:
-                short = True
-                if not self._preempt_after(sequence):
-                    self._give_up_if_alone(sequence)
-                    break
-                used, has_room = self._segments.advance(sequence, budget, self._draft)
-                budget -= used
+            has_room = False
+            while not has_room and sequence.status is SequenceStatus.RUNNING:
+                in_prefill = sequence.in_prefill
+                used, has_room = self._segments.advance(sequence, budget.share(in_prefill), self._draft)
+                budget.take(used, in_prefill)
+                if not has_room:
+                    short = True
+                    if not self._preempt_after(sequence):
+                        self._give_up_if_alone(sequence)
+                        break
         if not short:
-            self._admit_waiting(budget)
+            self._admit_waiting(budget.share(in_prefill=True))
 
     def _admit_waiting(self, budget: int) -> None:
         slots_reserved = False

@@ -30,7 +30,7 @@ class Ask:
     n: int = 1
     max_tokens: int = 24
     temperature: float = 0.0
-    top_logprobs: int = 3
+    top_logprobs: int | None = 3
 
 
 @dataclass(slots=True)

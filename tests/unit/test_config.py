@@ -18,6 +18,7 @@ SMOLLM2 = CacheSpec(30, 3, 64, 16, kv_itemsize=4, residual_itemsize=4)
         ("--block-size", {"cache": CacheConfig(block_size=24)}),
         ("--max-num-seqs", {"scheduler": SchedulerConfig(max_num_seqs=0)}),
         ("--max-num-batched-tokens", {"scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=79)}),
+        ("--chunked-prefill-size", {"scheduler": SchedulerConfig(chunked_prefill_size=8)}),
         ("--fork-tail", {"scheduler": SchedulerConfig(fork_tail=0)}),
         ("--residual-fanout", {"scheduler": SchedulerConfig(residual_fanout=-1)}),
         ("--max-loras", {"lora": LoRAConfig(max_loras=0)}),

@@ -19,10 +19,12 @@ DOCUMENT = [0, 1, 2, 1, 0, 0, 2, 2] * 6
 class Engine:
     """Scheduler and shadow executor with the loop of `EngineCore`."""
 
-    def __init__(self, *, kv_blocks=200, units=200, mode="auto", slots=4, budget=32, reuse=True, fanout=3, max_len=200):
+    def __init__(
+        self, *, kv_blocks=200, units=200, mode="auto", slots=4, budget=32, reuse=True, fanout=3, max_len=200, chunk=512
+    ):
         self.adapters = make_adapters()
         self.mode = mode
-        config = SchedulerConfig(16, budget, mode, TAIL, fanout)
+        config = SchedulerConfig(16, budget, mode, TAIL, fanout, chunk)
         self.kv = KVCacheManager(BLOCK, kv_blocks, units)
         registry, self.slots = AdapterRegistry(self.adapters), AdapterSlots(slots)
         self.scheduler = Scheduler(
@@ -268,6 +270,19 @@ def test_one_slot_serves_all_adapters_in_turn():
         engine.add(f"r{index}", DOCUMENT, 1 + index % 3)
     engine.run()
     assert engine.scheduler.counters.adapter_loads >= 3
+    engine.check_answers()
+
+
+def test_prefill_takes_a_smaller_share_while_others_decode():
+    engine = Engine(budget=40, chunk=8)
+    engine.add("alone", DOCUMENT, 0, max_tokens=12)
+    engine.step()
+    assert engine.plans[-1].num_tokens == 40
+    engine.step()
+    engine.add("long", [1] * 40, 0)
+    plan = engine.step()
+    assert sorted(segment.num_tokens for segment in plan.segments) == [1, 8]
+    engine.run()
     engine.check_answers()
 
 

@@ -38,11 +38,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         reuse=st.sampled_from([True, True, True, False]),
         slots=st.integers(1, 4),
         budget=st.sampled_from([10, 16, 40]),
+        chunk=st.sampled_from([4, 9, 40]),
     )
-    def start(self, kv_blocks, units, mode, reuse, slots, budget):
+    def start(self, kv_blocks, units, mode, reuse, slots, budget, chunk):
         self.adapters = make_adapters()
         self.config = SchedulerConfig(
-            max_num_seqs=6, max_num_batched_tokens=budget, kv_sharing=mode, fork_tail=TAIL, residual_fanout=3
+            max_num_seqs=6,
+            max_num_batched_tokens=budget,
+            kv_sharing=mode,
+            fork_tail=TAIL,
+            residual_fanout=3,
+            chunked_prefill_size=chunk,
         )
         self.kv = KVCacheManager(BLOCK, kv_blocks, units)
         self.scheduler = Scheduler(
@@ -71,10 +77,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         fork_at=st.sampled_from([None, None, 3, 8, 13, 99]),
         sharing=st.sampled_from([None, None, None, "none"]),
         copies=st.sampled_from([1, 1, 3]),
+        alike=st.booleans(),
     )
-    def add(self, prompt, adapter_id, salt, n, max_tokens, fork_at, sharing, copies):
-        for _ in range(copies):
-            self._add(prompt, adapter_id, salt, n, max_tokens, fork_at, sharing)
+    def add(self, prompt, adapter_id, salt, n, max_tokens, fork_at, sharing, copies, alike):
+        for copy in range(copies):
+            self._add(prompt, adapter_id, salt, n, max_tokens, fork_at if alike else 4 * copy, sharing)
 
     @precondition(lambda self: self.history and len(self.requests) < 10)
     @rule(
