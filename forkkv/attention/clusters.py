@@ -13,6 +13,8 @@ from forkkv.attention.paged import BlockRun, block_runs, to_device
 from forkkv.attention.prefill import row_units
 from forkkv.types import RESIDUAL_TILE
 
+_MIN_OWN_BLOCKS = 4
+"""Consecutive blocks from which a row is read in place, by products of its own, instead of being gathered."""
 _LONG_CONTEXT = 1024
 """Tokens from which a row without a shared prefix is read on its own instead of in a padded batch."""
 _EXPANSION_ELEMENTS = 1 << 18
@@ -54,12 +56,15 @@ class ResidualRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCluster:
-    """R rows with one query each. Context position t < num_shared lies in `shared`, for all rows alike; the rest of
-    row i at the flat slots `tail_slots[:, i]`, padded with the null block's slot 0 (zeros)."""
+    """R rows with one query each. Context position t < num_shared lies in `shared`, for all rows alike; the next
+    `own_len` of row i lie in consecutive slots from `own_slots[i]` on, and are read in place; the rest at the flat
+    slots `tail_slots[:, i]`, padded with the null block's slot 0 (zeros)."""
 
     tokens: Tensor
     num_shared: int
     shared: tuple[BlockRun, ...]
+    own_slots: tuple[int, ...]
+    own_len: int
     tail_slots: Tensor
     """[tail * R], position major."""
     tail_len: int
@@ -87,11 +92,29 @@ def plan_clusters(
         for row in members:
             del left[row]
     short = [row for row in left if host.seq_lens[row] <= _LONG_CONTEXT]
-    if short:
-        parts.append((0, short))
+    parts += [(0, members) for members in _by_own_run(host, short, block_size)]
     parts += [(int(host.seq_lens[row] - 1) // block_size, [row]) for row in left if host.seq_lens[row] > _LONG_CONTEXT]
     assert sorted(row for _, members in parts for row in members) == rows, "every row is in one cluster"
     return tuple(_plan_cluster(batch, shared, members, kv_size, cos, sin, qk_norm) for shared, members in parts)
+
+
+def _own_runs(host: HostRows, rows: list[int], first: int, block_size: int) -> np.ndarray:
+    """[rows]: how many blocks from table column `first` on are consecutive in memory and full, before the last."""
+    table = host.kv_block_table[rows, first:]
+    broken = np.ones((len(rows), table.shape[1]), dtype=bool)
+    broken[:, :-1] = np.diff(table, axis=1) != 1
+    full = (host.seq_lens[rows] - 1) // block_size - first
+    return np.minimum(broken.argmax(axis=1) + 1, full)
+
+
+def _by_own_run(host: HostRows, rows: list[int], block_size: int) -> list[list[int]]:
+    """Rows without a shared prefix, together with those whose consecutive beginning is about as long."""
+    if not rows:
+        return []
+    buckets: dict[int, list[int]] = {}
+    for row, run in zip(rows, _own_runs(host, rows, 0, block_size).tolist(), strict=True):
+        buckets.setdefault(run.bit_length() if run >= _MIN_OWN_BLOCKS else 0, []).append(row)
+    return list(buckets.values())
 
 
 def _refine(host: HostRows, members: list[int], block_size: int) -> list[tuple[int, list[int]]]:
@@ -124,7 +147,9 @@ def _plan_cluster(
     rows = np.asarray(members)
     num_shared = shared * block_size
     lengths = host.seq_lens[rows]
-    positions = np.arange(num_shared, int(lengths.max()))[:, None]
+    own = int(_own_runs(host, members, shared, block_size).min())
+    own = own if own >= _MIN_OWN_BLOCKS else 0
+    positions = np.arange(num_shared + own * block_size, int(lengths.max()))[:, None]
     slots = host.kv_block_table[rows[None, :], positions // block_size] * np.int64(block_size) + positions % block_size
     padding = positions >= lengths[None, :]
     slots[padding] = 0
@@ -132,6 +157,8 @@ def _plan_cluster(
         tokens=to_device(host.cu_seqlens_q[rows], device),
         num_shared=num_shared,
         shared=block_runs(host.kv_block_table[members[0], :shared], device),
+        own_slots=tuple((host.kv_block_table[rows, shared] * block_size).tolist()) if own else (),
+        own_len=own * block_size,
         tail_slots=to_device(slots.ravel(), device),
         tail_len=len(positions),
         tail_padding=to_device(padding.T, device, torch.bool) if padding.any() else None,

@@ -33,6 +33,10 @@ def run_cluster(
     tail_k = cache.k.view(-1, kv_heads * dim).index_select(0, cluster.tail_slots).view(tail_shape)
     tail_v = cache.v.view(-1, kv_heads * dim).index_select(0, cluster.tail_slots).view(tail_shape)
     pieces = [torch.bmm(by_head, run.tokens(cache.k).permute(1, 2, 0)) for run in cluster.shared]
+    own_k, own_v = _own_tokens(cluster, cache.k), _own_tokens(cluster, cache.v)
+    if own_k:
+        own = torch.stack([torch.bmm(q_row, k.permute(1, 2, 0)) for q_row, k in zip(scaled, own_k, strict=True)], dim=1)
+        pieces.append(own.view(kv_heads, rows * per_kv, cluster.own_len))
     tail = torch.bmm(scaled.view(rows * kv_heads, per_kv, dim), tail_k.permute(1, 2, 0))
     tail = tail.view(rows, kv_heads, per_kv, cluster.tail_len)
     if cluster.tail_padding is not None:
@@ -47,7 +51,9 @@ def run_cluster(
                 _add_residual_scores(by_row, scaled, part, cache, expansion, offset_cos, offset_sin)
     probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     by_row = probs.view(kv_heads, rows, per_kv, -1)
-    tail_probs = by_row[..., cluster.num_shared :].transpose(0, 1).reshape(rows * kv_heads, per_kv, -1)
+    tail_probs = (
+        by_row[..., cluster.num_shared + cluster.own_len :].transpose(0, 1).reshape(rows * kv_heads, per_kv, -1)
+    )
     out = torch.bmm(tail_probs, tail_v.transpose(0, 1)).view(rows, kv_heads, per_kv, dim)
     begin = 0
     for run in cluster.shared:
@@ -55,11 +61,20 @@ def run_cluster(
         piece = torch.bmm(probs[..., begin : begin + values.shape[0]], values.transpose(0, 1))
         out += piece.view(kv_heads, rows, per_kv, dim).transpose(0, 1)
         begin += values.shape[0]
+    if own_v:
+        own_probs = by_row[..., begin : begin + cluster.own_len].unbind(1)
+        out += torch.stack([torch.bmm(p, v.transpose(0, 1)) for p, v in zip(own_probs, own_v, strict=True)])
     if expansion is not None:
         for part in cluster.residuals:
             if part.v_units is not None:
                 _add_residual_values(out, by_row, part, cache, expansion)
     return out.view(rows, kv_heads * per_kv, dim)
+
+
+def _own_tokens(cluster: DecodeCluster, cache: Tensor) -> list[Tensor]:
+    """Views [own_len, Hkv, D] of the rows' own consecutive tokens."""
+    tokens = cache.flatten(0, 1)
+    return [tokens[slot : slot + cluster.own_len] for slot in cluster.own_slots]
 
 
 def _add_residual_scores(
