@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from forkkv.kvcache.manager import Growth, SequenceCache
@@ -149,4 +149,4 @@ class LastStep:
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    attention_pairs: int = field(default=0)
+    attention_pairs: int = 0

@@ -39,7 +39,7 @@ def flush(real: RealServer) -> None:
 
 def test_ready_and_announced(real: RealServer) -> None:
     log = real.log.read_text()
-    assert "tokens of one rank-16 adapter" in log and "adapter fork1: kind fork" in log
+    assert "tokens of the widest adapter" in log and "adapter fork1: kind fork" in log
     assert "ready on http://127.0.0.1:" in log
     kinds = {card["id"]: card["forkkv"]["kind"] for card in real.http.get("/v1/models").json()["data"]}
     assert kinds == {"tiny": "base", "plain": "plain", "fork1": "fork", "fork2": "fork", "fork3": "fork"}

@@ -127,7 +127,7 @@ def announce(state: ServerState, listener: socket.socket) -> None:
         "model %s on %s in %s, context %d tokens", state.args.base_name, info.device, info.dtype, info.max_model_len
     )
     logger.info(
-        "kv sharing %s; bCache and private blocks hold %d tokens, rCache holds %d tokens of one rank-16 adapter",
+        "kv sharing %s; bCache and private blocks hold %d tokens, rCache holds %d tokens of the widest adapter",
         info.kv_sharing,
         info.kv_capacity_tokens,
         info.residual_capacity_tokens,
