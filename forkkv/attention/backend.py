@@ -44,12 +44,14 @@ class LayerCache:
 class ResidualExpansion:
     """B matrices of one layer by adapter slot, [slots, R, Hkv * D], scaling (and K-norm gain) folded in.
 
-    `b_k_rotated` [block_size, slots, R, Hkv * D], if kept: B_k rotated to every offset inside a block.
+    `b_k_rotated` [block_size, slots, R, Hkv * D], if kept: B_k rotated to every offset inside a block; `b_k_packed`
+    [slots, Hkv, D / 8, R, 8], if kept: the layout of `forkkv_kernels.cpu.runtime.pack_b_k`.
     """
 
     b_k: Tensor
     b_v: Tensor
     b_k_rotated: Tensor | None = None
+    b_k_packed: Tensor | None = None
 
 
 class AttentionBackend(ABC):
@@ -60,6 +62,8 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
+    reads_packed_b_k: ClassVar[bool] = False
+    """Whether `run` reads `ResidualExpansion.b_k_packed`."""
 
     def __init__(self, shape: AttentionShape, cos: Tensor, sin: Tensor) -> None:
         """`cos`, `sin` [positions, D / 2]: the model's rotation table, for residuals that are rotated when read."""
@@ -71,6 +75,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape) -> str | None:
         """None if this backend can serve, else the reason why not."""
+
+    @staticmethod
+    def pack_b_k(b_k: Tensor, num_kv_heads: int) -> Tensor:
+        """`ResidualExpansion.b_k_packed` of `b_k` [slots, R, Hkv * D], for backends that read it."""
+        raise NotImplementedError
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> Any:

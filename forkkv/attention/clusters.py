@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from forkkv.attention.batch import ForwardBatch, HostRows
+from forkkv.attention.groups import LONG_CONTEXT, refine
 from forkkv.attention.paged import BlockRun, block_runs, to_device
 from forkkv.attention.prefill import row_units
 from forkkv.types import RESIDUAL_TILE
 
 _MIN_OWN_BLOCKS = 4
 """Consecutive blocks from which a row is read in place, by products of its own, instead of being gathered."""
-_LONG_CONTEXT = 1024
-"""Tokens from which a row without a shared prefix is read on its own instead of in a padded batch."""
 _EXPANSION_ELEMENTS = 1 << 18
 """Expanded residual elements (rows * tokens * Hkv * D) at a time: 1 MiB in float32, so that what one matrix product
 writes is still in the core's own cache when the next one reads it."""
@@ -88,12 +87,12 @@ def plan_clusters(
         members = [row for row in group.rows if row in left]
         if len(members) < 2:
             continue  # its partners are prefill rows, which are computed elsewhere
-        parts += _refine(host, members, block_size)
+        parts += refine(host, members, block_size)
         for row in members:
             del left[row]
-    short = [row for row in left if host.seq_lens[row] <= _LONG_CONTEXT]
+    short = [row for row in left if host.seq_lens[row] <= LONG_CONTEXT]
     parts += [(0, members) for members in _by_own_run(host, short, block_size)]
-    parts += [(int(host.seq_lens[row] - 1) // block_size, [row]) for row in left if host.seq_lens[row] > _LONG_CONTEXT]
+    parts += [(int(host.seq_lens[row] - 1) // block_size, [row]) for row in left if host.seq_lens[row] > LONG_CONTEXT]
     assert sorted(row for _, members in parts for row in members) == rows, "every row is in one cluster"
     return tuple(_plan_cluster(batch, shared, members, kv_size, cos, sin, qk_norm) for shared, members in parts)
 
@@ -115,27 +114,6 @@ def _by_own_run(host: HostRows, rows: list[int], block_size: int) -> list[list[i
     for row, run in zip(rows, _own_runs(host, rows, 0, block_size).tolist(), strict=True):
         buckets.setdefault(run.bit_length() if run >= _MIN_OWN_BLOCKS else 0, []).append(row)
     return list(buckets.values())
-
-
-def _refine(host: HostRows, members: list[int], block_size: int) -> list[tuple[int, list[int]]]:
-    """(shared leading blocks, rows) of the members of one group.
-
-    What decode rows share may be more than what the whole group shares. Where long contexts remain behind the common
-    part (two documents behind one system prompt), rows are split by the block in which they part.
-    """
-    deepest = int(host.seq_lens[members].min() - 1) // block_size
-    tables = host.kv_block_table[members, :deepest]
-    differs = (tables != tables[0]).any(axis=0)
-    shared = int(differs.argmax()) if differs.any() else deepest
-    left_over = int(host.seq_lens[members].max()) - shared * block_size
-    if len(members) == 1 or left_over <= _LONG_CONTEXT:
-        return [(shared, members)]
-    by_next: dict[int, list[int]] = {}
-    for row in members:
-        by_next.setdefault(int(host.kv_block_table[row, shared]), []).append(row)
-    if len(by_next) == 1:
-        return [(shared, members)]
-    return [part for rows in by_next.values() for part in _refine(host, rows, block_size)]
 
 
 def _plan_cluster(

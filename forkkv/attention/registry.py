@@ -10,10 +10,11 @@ from forkkv.attention.backend import AttentionBackend, AttentionShape
 from forkkv.errors import ConfigError
 
 _BACKENDS = {
+    "cpu": "forkkv.attention.cpu_backend:CpuBackend",
     "torch": "forkkv.attention.torch_backend:TorchBackend",
     "reference": "forkkv.attention.reference_backend:ReferenceBackend",
 }
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("torch",), "cuda": ("torch",)}
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch"), "cuda": ("torch",)}
 
 
 def register_backend(name: str, target: str, device_type: str | None = None) -> None:

@@ -52,10 +52,18 @@ class UniprocExecutor:
         self.backend = self.model.make_backend(backend)
         loaded = _load_adapters(config, spec)
         offsets = None
-        if self._device.type == "cpu" and config.cache.block_size <= _MAX_ROTATED_OFFSETS:
+        packed = backend.reads_packed_b_k
+        if self._device.type == "cpu" and not packed and config.cache.block_size <= _MAX_ROTATED_OFFSETS:
             offsets = self.model.offset_rotation(config.cache.block_size)
         self.lora = AdapterWeights(
-            spec, loaded, config.lora.max_loras, self._device, self._dtype, self.model.k_gains, offsets
+            spec,
+            loaded,
+            config.lora.max_loras,
+            self._device,
+            self._dtype,
+            self.model.k_gains,
+            offsets,
+            backend.pack_b_k if packed else None,
         )
         self.model_name = resolved.name
         self.vocab_size = spec.vocab_size

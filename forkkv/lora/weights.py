@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +51,12 @@ class AdapterWeights:
         dtype: torch.dtype,
         k_gains: Sequence[Tensor] | None = None,
         offset_rotation: tuple[Tensor, Tensor] | None = None,
+        pack_b_k: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
         """`k_gains`: the K norm's gain [D] of each layer, for models with QK-norm; it is folded into `B_k`.
         `offset_rotation`: cos and sin [block_size, D / 2] of the offsets inside a block; with it B_k is also kept
-        rotated to each of them, which spares decode on CPUs doing so in every step."""
+        rotated to each of them, which spares PyTorch's decode on CPUs doing so in every step. `pack_b_k`: takes B_k
+        [slots, R, Hkv * D] and the number of KV heads, and gives `ResidualExpansion.b_k_packed`."""
         self.spec, self.max_loras, self.device, self.dtype = spec, max_loras, device, dtype
         self.adapters = {adapter.meta.adapter_id: adapter for adapter in adapters}
         self.slots: dict[int, AdapterId] = {}
@@ -63,7 +65,7 @@ class AdapterWeights:
         self.a: dict[str, list[Tensor]] = {}
         self.b: dict[str, list[Tensor]] = {}
         self.expansions: list[ResidualExpansion] = []
-        self._k_gains, self._offset_rotation = k_gains, offset_rotation
+        self._k_gains, self._offset_rotation, self._pack_b_k = k_gains, offset_rotation, pack_b_k
         self._outputs = {
             "q_proj": spec.q_size,
             "k_proj": spec.kv_size,
@@ -116,7 +118,10 @@ class AdapterWeights:
         offsets = 0 if self._offset_rotation is None else len(self._offset_rotation[0])
         self.expansions = [
             ResidualExpansion(
-                self._zeros(*shape), self._zeros(*shape), self._zeros(offsets, *shape) if offsets else None
+                self._zeros(*shape),
+                self._zeros(*shape),
+                self._zeros(offsets, *shape) if offsets else None,
+                None if self._pack_b_k is None else self._pack_b_k(self._zeros(*shape), spec.num_kv_heads),
             )
             for _ in layers
         ]
@@ -151,6 +156,8 @@ class AdapterWeights:
             cos, sin = (table[:, None, None].float() for table in self._offset_rotation)
             rotated = rotate(expansion.b_k[slot].float().view(self.rank, -1, dim), cos, sin)
             expansion.b_k_rotated[:, slot] = rotated.flatten(2)
+        if expansion.b_k_packed is not None and self._pack_b_k is not None:
+            expansion.b_k_packed[slot] = self._pack_b_k(expansion.b_k[slot : slot + 1], self.spec.num_kv_heads)[0]
 
     def _scaled(self, adapter: LoadedAdapter, layer: int, module: str) -> tuple[Tensor, Tensor]:
         """(A [r, in], scaling * B transposed [r, out]) in float32 on the CPU."""

@@ -1,4 +1,4 @@
-"""The server's CPU backend against the reference operation, on random caches and tables."""
+"""Both CPU backends against the reference operation, on random caches and tables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from forkkv.attention import clusters, registry
 from forkkv.attention.backend import AttentionShape, LayerCache, ResidualExpansion
 from forkkv.attention.batch import ForwardBatch, HostRows
+from forkkv.attention.cpu_backend import CpuBackend
 from forkkv.attention.paged import block_runs, read_tokens
 from forkkv.attention.prefill import attend_math
 from forkkv.attention.reference_backend import ReferenceBackend
@@ -137,9 +138,11 @@ def check(case: Case, tolerance: float = 3e-5) -> None:
     shape = replace(SHAPE, qk_norm=case.qk_norm)
     before = [tensor.clone() for tensor in (cache.k, cache.v, cache.residual, q)]
     expected = ReferenceBackend(shape, cos, sin).run(q, cache, expansion, batch)
-    backend = TorchBackend(shape, cos, sin)
-    got = backend.run(q, cache, expansion, backend.plan(batch))
-    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+    packed = replace(expansion, b_k_packed=CpuBackend.pack_b_k(expansion.b_k, 2))
+    for kind in (TorchBackend, CpuBackend):
+        backend = kind(shape, cos, sin)
+        got = backend.run(q, cache, packed, backend.plan(batch))
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
     for tensor, old in zip((cache.k, cache.v, cache.residual, q), before, strict=True):
         assert torch.equal(tensor, old), "attention mutates nothing"
 
@@ -240,9 +243,13 @@ def test_runs_are_views_and_scattered_blocks_one_gather() -> None:
 
 
 def test_registry() -> None:
-    assert registry.select_backend(CPU, torch.float32, SHAPE) is TorchBackend
+    assert registry.select_backend(CPU, torch.float32, SHAPE) is CpuBackend
+    assert registry.select_backend(CPU, torch.bfloat16, SHAPE) is TorchBackend
+    assert registry.select_backend(CPU, torch.float32, replace(SHAPE, head_dim=8)) is TorchBackend
+    with pytest.raises(ConfigError, match="reads float32 caches, not torch.bfloat16"):
+        registry.select_backend(CPU, torch.bfloat16, SHAPE, "cpu")
     assert registry.select_backend(CPU, torch.float32, SHAPE, "reference") is ReferenceBackend
-    with pytest.raises(ConfigError, match="known: reference, torch"):
+    with pytest.raises(ConfigError, match="known: cpu, reference, torch"):
         registry.select_backend(CPU, torch.float32, SHAPE, "magic")
     with pytest.raises(ConfigError, match="not a floating point type"):
         registry.select_backend(CPU, torch.int32, SHAPE)

@@ -1,0 +1,100 @@
+"""Attention on CPUs: decode and short rows by a compiled kernel that reads paged blocks in place, others by PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkkv.attention.backend import AttentionBackend, AttentionShape, LayerCache, ResidualExpansion
+from forkkv.attention.batch import ForwardBatch
+from forkkv.attention.groups import shared_groups
+from forkkv.attention.prefill import PrefillRow, plan_prefill_row, run_prefill_row
+
+if TYPE_CHECKING:
+    from forkkv_kernels.cpu.runtime import StepWork
+
+_SHORT = 16
+"""Query tokens up to which a row is computed by the kernel. Longer ones gain more from PyTorch's blocked products than
+they lose by putting K and V together first."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuMetadata:
+    """Work of one step; `work` is None when every row is long."""
+
+    prefill: tuple[PrefillRow, ...]
+    work: StepWork | None
+
+
+class CpuBackend(AttentionBackend):
+    """The server's backend on CPUs. One instance serves one engine: its buffers are reused by every layer."""
+
+    name: ClassVar[str] = "cpu"
+    reads_packed_b_k: ClassVar[bool] = True
+
+    def __init__(self, shape: AttentionShape, cos: Tensor, sin: Tensor) -> None:
+        """Compiles the kernels for `shape`, or loads them from disk."""
+        super().__init__(shape, cos, sin)
+        from forkkv_kernels.cpu.runtime import CpuAttention, Heads
+
+        self._kernel = CpuAttention(Heads(shape.num_kv_heads, shape.heads_per_kv_head, shape.head_dim), cos, sin)
+
+    @classmethod
+    def supports(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape) -> str | None:
+        if device.type != "cpu":
+            return f"computes on CPUs, not on {device.type}"
+        try:
+            from forkkv_kernels.cpu.runtime import unsupported
+        except ImportError as error:
+            return f"needs Numba ({error})"
+        return unsupported(shape.head_dim, dtype)
+
+    @staticmethod
+    def pack_b_k(b_k: Tensor, num_kv_heads: int) -> Tensor:
+        from forkkv_kernels.cpu.runtime import pack_b_k
+
+        return pack_b_k(b_k, num_kv_heads)
+
+    def plan(self, batch: ForwardBatch) -> CpuMetadata:
+        from forkkv_kernels.cpu.plan import Rows
+
+        host = batch.host
+        lengths = np.diff(host.cu_seqlens_q)
+        short = np.flatnonzero(lengths <= _SHORT).tolist()
+        device = batch.input_ids.device
+        prefill = tuple(
+            plan_prefill_row(host, row, batch.block_size, device) for row in np.flatnonzero(lengths > _SHORT).tolist()
+        )
+        if not short:
+            return CpuMetadata(prefill, None)
+        rows = Rows(
+            host.cu_seqlens_q,
+            host.seq_lens,
+            host.read_slot,
+            host.residual_len,
+            host.k_tiles,
+            host.v_tiles,
+            host.residual_k_table,
+            host.residual_v_table,
+        )
+        groups = shared_groups(batch, short)
+        work = self._kernel.plan(rows, groups, host.kv_block_table)
+        self._kernel.begin(work)
+        return CpuMetadata(prefill, work)
+
+    def run(self, q: Tensor, cache: LayerCache, expansion: ResidualExpansion | None, metadata: CpuMetadata) -> Tensor:
+        from forkkv_kernels.cpu.runtime import LayerTensors
+
+        out = torch.empty(q.shape, dtype=q.dtype)
+        for row in metadata.prefill:
+            queries = q[row.begin : row.end]
+            out[row.begin : row.end] = run_prefill_row(queries, row, cache, expansion, self.shape, self.cos, self.sin)
+        if metadata.work is not None:
+            packed, b_v = (None, None) if expansion is None else (expansion.b_k_packed, expansion.b_v)
+            layer = LayerTensors(cache.k, cache.v, cache.residual, cache.k_rms, cache.residual_rms, packed, b_v)
+            self._kernel.run(q * self.shape.scale, layer, out)
+        return out

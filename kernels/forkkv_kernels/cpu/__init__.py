@@ -1,0 +1,1 @@
+"""Kernels for CPUs, compiled by Numba when first used and then kept on disk."""

@@ -1,0 +1,386 @@
+"""Attention of few queries over paged blocks read in place, for CPUs: `attend` runs a plan made by `plan.make_plan`.
+
+A work item is a range of context tokens that some queries see under one block table. Its base keys are turned once for
+all of them, its base values read once; a run of queries with one residual shares the expansion of its keys. Items are
+independent: threads take them one by one, and a last pass merges the items of each query by log-sum-exp.
+
+    keys      score = q . (K_base + RoPE(rK @ B_k))      turned and expanded in tiles that stay in the first cache
+    values    out = P @ V_base + (P @ rV) @ B_v          the rank-r accumulator is expanded once per item
+
+Everything comes through `p`, the block that `parameters` describes: Numba compiles and calls functions of one pointer
+far faster than functions of thirty arrays. These functions carry no annotations; Numba infers their types.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from forkkv_kernels.cpu import jit  # noqa: F401  configures Numba
+from forkkv_kernels.cpu import parameters as P
+from forkkv_kernels.cpu.codegen import FLOATS, INT32S, INT64S, Emitter
+from forkkv_kernels.cpu.microkernels import expand_keys, mix_values, score_tile, soften, turn
+from forkkv_kernels.cpu.plan import (
+    CHUNK,
+    ENTRY_LIMIT,
+    ENTRY_TOKEN,
+    ITEM_BEGIN,
+    ITEM_END,
+    ITEM_ENTRIES,
+    ITEM_FIRST_ENTRY,
+    ITEM_FIRST_RUN,
+    ITEM_PARTIAL,
+    ITEM_ROW,
+    ITEM_RUNS,
+    PART_COUNT,
+    PART_FIRST,
+    PART_INDEX,
+    RUN_ENTRIES,
+    RUN_K_TILES,
+    RUN_LENGTH,
+    RUN_ROW,
+    RUN_SLOT,
+    RUN_V_TILES,
+    TILE,
+    WorkTables,
+)
+
+COLUMNS = 16
+"""Columns of a residual unit."""
+_HALF = TILE // 2
+_ITEM, _RUN, _ENTRY, _PART = WorkTables.widths()
+
+
+def _reader(kind: types.CPointer) -> Any:
+    """Intrinsic (p, which) -> the address at place `which` of the block as a pointer of type `kind`."""
+
+    def read(typingctx: Any, p: Any, which: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            return builder.inttoptr(Emitter(builder).scalar(*args), context.get_value_type(kind))
+
+        return kind(INT64S, types.int64), generate
+
+    return intrinsic(read)
+
+
+_floats, _int32s, _int64s = _reader(FLOATS), _reader(INT32S), _reader(INT64S)
+
+
+@intrinsic
+def _ahead(typingctx: Any, pointer: Any, count: Any) -> Any:
+    """Pointer `count` elements further."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return Emitter(builder).at(*args)
+
+    return pointer(pointer, types.int64), generate
+
+
+@intrinsic
+def _take(typingctx: Any, counter: Any) -> Any:
+    """Next number of a counter that several threads share."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.atomic_rmw("add", args[0], Emitter(builder).const(1), "monotonic")
+
+    return types.int64(INT64S), generate
+
+
+@intrinsic
+def _address(typingctx: Any, array: Any) -> Any:
+    """Pointer to the first element of an int64 array."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return context.make_array(array)(context, builder, args[0]).data
+
+    return INT64S(array), generate
+
+
+@njit
+def _memory(p, which, thread):
+    """One of the buffers of a thread."""
+    return _ahead(_floats(p, P.SCRATCH), thread * p[P.SCRATCH_SIZE] + p[which])
+
+
+@njit
+def _find_slots(p, table, begin, tokens, end, out):
+    """Flat slots of `tokens` positions from `begin`; slot 0, which holds zeros, from `end` on."""
+    block_size = p[P.BLOCK_SIZE]
+    for j in range(tokens):
+        position = begin + j
+        out[j] = 0
+        if position < end:
+            out[j] = np.int64(table[position // block_size]) * block_size + position % block_size
+
+
+@njit
+def _find_rows(units, tile, width, block_size, begin, tokens, length, out):
+    """Rows (of 16 columns) of the residual cache that hold one tile of `tokens` positions; row 0 from `length` on."""
+    for j in range(tokens):
+        position = begin + j
+        out[j] = 0
+        if position < length:
+            unit = np.int64(units[(position // block_size) * width + tile])
+            out[j] = unit * block_size + position % block_size
+
+
+@njit
+def _gather_queries(p, item, out):
+    """Queries of an item's entries, [Hkv, entries * G, D]."""
+    q, entries = _floats(p, P.Q), _ahead(_int64s(p, P.ENTRIES), item[ITEM_FIRST_ENTRY] * _ENTRY)
+    kv_heads, width, count = p[P.KV_HEADS], p[P.PER_KV] * p[P.DIM], item[ITEM_ENTRIES]
+    for e in range(count):
+        source = entries[e * _ENTRY + ENTRY_TOKEN] * kv_heads * width
+        for h in range(kv_heads):
+            for d in range(width):
+                out[(h * count + e) * width + d] = q[source + h * width + d]
+
+
+@njit
+def _norm_factors(p, slots, rows, h, out):
+    """QK-norm: rms_b / rms_a and 1 / rms_a of a tile's tokens for head h; 1 and 0 where there is no residual."""
+    k_rms, residual_rms, kv_heads = _floats(p, P.K_RMS), _floats(p, P.RESIDUAL_RMS), p[P.KV_HEADS]
+    for j in range(TILE):
+        out[j] = np.float32(1.0)
+        out[TILE + j] = np.float32(0.0)
+        if rows[j] >= p[P.BLOCK_SIZE]:
+            adapted = residual_rms[rows[j] * kv_heads + h]
+            out[j] = k_rms[slots[j] * kv_heads + h] / adapted
+            out[TILE + j] = np.float32(1.0) / adapted
+
+
+@njit
+def _turn_base(p, slots, out):
+    """Base keys of one tile, turned: [Hkv, D, TILE]."""
+    k_cache, width = _floats(p, P.K_CACHE), p[P.KV_HEADS] * p[P.DIM]
+    for c in range(0, width, COLUMNS):
+        turn(k_cache, slots, 0, width, c, out, c * TILE)
+        turn(k_cache, slots, _HALF, width, c, out, c * TILE + _HALF)
+
+
+@njit
+def _turn_residual(p, run, position, rows, out):
+    """rK of one tile and run, turned: [rank, TILE]; leaves the rows of the first rank tile in `rows`."""
+    residual, width = _floats(p, P.RESIDUAL), p[P.K_WIDTH]
+    units = _ahead(_int32s(p, P.K_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
+    for tile in range(run[RUN_K_TILES] - 1, -1, -1):
+        _find_rows(units, tile, width, p[P.BLOCK_SIZE], position, TILE, run[RUN_LENGTH], rows)
+        turn(residual, rows, 0, COLUMNS, 0, out, tile * COLUMNS * TILE)
+        turn(residual, rows, _HALF, COLUMNS, 0, out, tile * COLUMNS * TILE + _HALF)
+
+
+@njit
+def _expand_keys(p, run, position, h, slots, rows, thread):
+    """Keys of one tile, run and head, from what `_turn_base` and `_turn_residual` left, into the buffer of keys."""
+    factors, factors_at, dim = _memory(p, P.FACTORS_AT, thread), -1, p[P.DIM]
+    if p[P.K_RMS] != 0:
+        _norm_factors(p, slots, rows, h, factors)
+        factors_at = 0
+    expand_keys(
+        dim,
+        _memory(p, P.TURNED_AT, thread),
+        0,
+        run[RUN_K_TILES] * COLUMNS,
+        _floats(p, P.B_K),
+        (run[RUN_SLOT] * p[P.KV_HEADS] + h) * dim * p[P.B_RANK],
+        p[P.B_RANK],
+        _floats(p, P.COS),
+        _floats(p, P.SIN),
+        position,
+        p[P.ROPE_STRIDE],
+        _memory(p, P.BASE_AT, thread),
+        h * dim * TILE,
+        factors,
+        factors_at,
+        _memory(p, P.KEYS_AT, thread),
+    )
+
+
+@njit
+def _score(p, item, position, at, thread):
+    """Scores of all queries of an item with the tile from `position`, into columns `at` of [Hkv, queries, CHUNK]."""
+    kv_heads, per_kv, dim = p[P.KV_HEADS], p[P.PER_KV], p[P.DIM]
+    queries, scores = _memory(p, P.QUERIES_AT, thread), _memory(p, P.SCORES_AT, thread)
+    base, keys = _memory(p, P.BASE_AT, thread), _memory(p, P.KEYS_AT, thread)
+    index = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
+    slots, rows = _ahead(index, at), _ahead(index, CHUNK)
+    total, first = item[ITEM_ENTRIES] * per_kv, 0
+    _turn_base(p, slots, base)
+    for r in range(item[ITEM_RUNS]):
+        run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+        count = run[RUN_ENTRIES] * per_kv
+        expand = run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]
+        if expand:
+            _turn_residual(p, run, position, rows, _memory(p, P.TURNED_AT, thread))
+        for h in range(kv_heads):
+            own = h * total + first
+            if expand:
+                _expand_keys(p, run, position, h, slots, rows, thread)
+                score_tile(dim, keys, 0, queries, own * dim, count, scores, own * CHUNK + at, CHUNK)
+            else:
+                score_tile(dim, base, h * dim * TILE, queries, own * dim, count, scores, own * CHUNK + at, CHUNK)
+        first += count
+
+
+@njit
+def _hide(p, item, begin, tokens, scores):
+    """Set scores of tokens that an entry does not see, or that lie behind the item, to minus infinity."""
+    entries = _ahead(_int64s(p, P.ENTRIES), item[ITEM_FIRST_ENTRY] * _ENTRY)
+    count, per_kv = item[ITEM_ENTRIES], p[P.PER_KV]
+    for e in range(count):
+        seen = max(min(entries[e * _ENTRY + ENTRY_LIMIT], item[ITEM_END]) - begin, 0)
+        for h in range(p[P.KV_HEADS]):
+            for g in range(per_kv):
+                row = ((h * count + e) * per_kv + g) * CHUNK
+                for t in range(seen, tokens):
+                    scores[row + t] = -np.inf
+
+
+@njit
+def _mix_base(p, item, tokens, thread):
+    """Softmax of a chunk's scores, and the base values it weighs, added to the item's results."""
+    kv_heads, dim, heads = p[P.KV_HEADS], p[P.DIM], p[P.KV_HEADS] * p[P.PER_KV]
+    scores, factors = _memory(p, P.SCORES_AT, thread), _memory(p, P.FACTORS_AT, thread)
+    slots = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
+    states, partials, values = _floats(p, P.STATES), _floats(p, P.PARTIALS), _floats(p, P.V_CACHE)
+    total, place = item[ITEM_ENTRIES] * p[P.PER_KV], item[ITEM_PARTIAL] * heads
+    padded = (tokens + TILE - 1) // TILE * TILE
+    for i in range(kv_heads * total):
+        factors[i] = soften(scores, i * CHUNK, padded, states, 2 * (place + i))
+    for h in range(kv_heads):
+        own = h * total
+        mix_values(
+            values, slots, 0, tokens, kv_heads * dim, h * dim, dim, scores, own * CHUNK, CHUNK, factors, own, total,
+            partials, (place + own) * dim, dim,
+        )  # fmt: skip
+
+
+@njit
+def _mix_residual(p, item, begin, tokens, thread):
+    """The V residual that a chunk's probabilities weigh, added to the rank-r accumulators."""
+    kv_heads, per_kv, rank = p[P.KV_HEADS], p[P.PER_KV], p[P.V_RANK]
+    scores, factors = _memory(p, P.SCORES_AT, thread), _memory(p, P.FACTORS_AT, thread)
+    mixed, residual = _memory(p, P.MIXED_AT, thread), _floats(p, P.RESIDUAL)
+    rows = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE] + CHUNK)
+    total, width, first = item[ITEM_ENTRIES] * per_kv, p[P.V_WIDTH], 0
+    for r in range(item[ITEM_RUNS]):
+        run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+        count, length = run[RUN_ENTRIES] * per_kv, max(min(tokens, run[RUN_LENGTH] - begin), 0)
+        units = _ahead(_int32s(p, P.V_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
+        for tile in range(run[RUN_V_TILES]):
+            _find_rows(units, tile, width, p[P.BLOCK_SIZE], begin, length, run[RUN_LENGTH], rows)
+            for h in range(kv_heads):
+                own = h * total + first
+                mix_values(
+                    residual, rows, 0, length, COLUMNS, 0, COLUMNS, scores, own * CHUNK, CHUNK, factors, own, count,
+                    mixed, own * rank + tile * COLUMNS, rank,
+                )  # fmt: skip
+        first += count
+
+
+@njit
+def _expand_values(p, item, thread):
+    """Add the rank-r accumulators, expanded by B_v, to the item's results."""
+    kv_heads, per_kv, dim, rank = p[P.KV_HEADS], p[P.PER_KV], p[P.DIM], p[P.V_RANK]
+    mixed, factors = _memory(p, P.MIXED_AT, thread), _memory(p, P.FACTORS_AT, thread)
+    columns = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
+    b_v, partials, width = _floats(p, P.B_V), _floats(p, P.PARTIALS), kv_heads * dim
+    total, first = item[ITEM_ENTRIES] * per_kv, 0
+    place = item[ITEM_PARTIAL] * kv_heads * per_kv
+    for i in range(rank):
+        columns[i] = i
+    for i in range(kv_heads * total):
+        factors[i] = np.float32(1.0)
+    for r in range(item[ITEM_RUNS]):
+        run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+        count, used = run[RUN_ENTRIES] * per_kv, run[RUN_V_TILES] * COLUMNS
+        for h in range(kv_heads if used else 0):
+            own, source = h * total + first, run[RUN_SLOT] * p[P.B_RANK] * width + h * dim
+            mix_values(
+                b_v, columns, 0, used, width, source, dim, mixed, own * rank, rank, factors, own, count,
+                partials, (place + own) * dim, dim,
+            )  # fmt: skip
+        first += count
+
+
+@njit
+def _run_item(p, i, thread):
+    """Compute item i into its place of the partials (unnormalised sums) and states (maximum, sum)."""
+    item = _ahead(_int64s(p, P.ITEMS), i * _ITEM)
+    heads, dim, rank = p[P.KV_HEADS] * p[P.PER_KV], p[P.DIM], p[P.V_RANK]
+    states, partials, mixed = _floats(p, P.STATES), _floats(p, P.PARTIALS), _memory(p, P.MIXED_AT, thread)
+    rows, place = item[ITEM_ENTRIES] * heads, item[ITEM_PARTIAL] * heads
+    for j in range(rows * dim):
+        partials[place * dim + j] = np.float32(0.0)
+    for j in range(rows * rank):
+        mixed[j] = np.float32(0.0)
+    for j in range(place, place + rows):
+        states[2 * j] = -np.inf
+        states[2 * j + 1] = np.float32(0.0)
+    _gather_queries(p, item, _memory(p, P.QUERIES_AT, thread))
+    table = _ahead(_int32s(p, P.KV_TABLE), item[ITEM_ROW] * p[P.NUM_BLOCKS])
+    slots = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
+    for begin in range(item[ITEM_BEGIN], item[ITEM_END], CHUNK):
+        tokens = min(CHUNK, item[ITEM_END] - begin)
+        _find_slots(p, table, begin, CHUNK, item[ITEM_END], slots)
+        for at in range(0, tokens, TILE):
+            _score(p, item, begin + at, at, thread)
+        _hide(p, item, begin, (tokens + TILE - 1) // TILE * TILE, _memory(p, P.SCORES_AT, thread))
+        _mix_base(p, item, tokens, thread)
+        _mix_residual(p, item, begin, tokens, thread)
+    _expand_values(p, item, thread)
+
+
+@njit
+def _merge(p, j):
+    """Output and log-sum-exp of query token number j from its parts."""
+    heads, per_kv, dim = p[P.KV_HEADS] * p[P.PER_KV], p[P.PER_KV], p[P.DIM]
+    states, partials, out, lse = _floats(p, P.STATES), _floats(p, P.PARTIALS), _floats(p, P.OUT), _floats(p, P.LSE)
+    parts, bounds, token = _int64s(p, P.PARTS), _int64s(p, P.PART_BEGIN), _int64s(p, P.TOKENS)[j]
+    for head in range(heads):
+        peak, total, row = np.float32(-np.inf), np.float32(0.0), token * heads + head
+        for d in range(dim):
+            out[row * dim + d] = np.float32(0.0)
+        for i in range(bounds[j], bounds[j + 1]):
+            peak = max(peak, states[2 * _place(parts, i, heads, per_kv, head)])
+        for i in range(bounds[j], bounds[j + 1]):
+            place = _place(parts, i, heads, per_kv, head)
+            weight = np.float32(math.exp(states[2 * place] - peak))
+            total += weight * states[2 * place + 1]
+            for d in range(dim):
+                out[row * dim + d] += weight * partials[place * dim + d]
+        for d in range(dim):
+            out[row * dim + d] /= total
+        if p[P.LSE] != 0:
+            lse[row] = peak + np.float32(math.log(total))
+
+
+@njit
+def _place(parts, i, heads, per_kv, head):
+    """Row of the partials that holds part i of one query head."""
+    entry = (head // per_kv) * parts[i * _PART + PART_COUNT] + parts[i * _PART + PART_INDEX]
+    return parts[i * _PART + PART_FIRST] * heads + entry * per_kv + head % per_kv
+
+
+def _attend(block):
+    """Run the plan of parameter block `block`: writes OUT, LSE and the memory of the threads."""
+    for thread in prange(block[P.THREADS]):
+        p = _address(block)
+        while True:
+            i = _take(_int64s(p, P.COUNTER))
+            if i >= p[P.NUM_ITEMS]:
+                break
+            _run_item(p, i, thread)
+    for j in prange(block[P.NUM_TOKENS]):
+        _merge(_address(block), j)
+
+
+SIGNATURE = types.void(types.Array(types.int64, 1, "C"))
+
+attend = njit(parallel=True, nogil=True, cache=True)(_attend)
+"""See `_attend`; to be compiled with `SIGNATURE` before the first request needs it."""

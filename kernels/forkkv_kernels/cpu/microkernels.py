@@ -1,0 +1,394 @@
+"""The inner loops of CPU attention, written so that what is used more than once stays in registers.
+
+Tokens come in tiles of 32, two vectors. Keys are turned once per tile, so that a vector holds one dimension of 16
+tokens: scores then need no horizontal sums, rotation is elementwise, and the expansion rK @ B_k is a product whose 16
+accumulators (8 dimensions by 2 vectors) never leave the registers. Values keep their layout: a vector holds 16
+dimensions of one token.
+
+Every function takes flat buffers and offsets in elements. What is unrolled is constant, so that one compiled version
+serves every model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from forkkv_kernels.cpu.codegen import FLOATS, INT64S, WIDTH, Emitter, Variable
+
+TILE = 32
+"""Tokens in a tile."""
+PAIRS = 4
+"""Rotation pairs (dimensions i and i + D / 2) that one pass of the expansion completes."""
+_VECTORS = TILE // WIDTH
+_MAX_QUERIES = 6
+_SLICE = 4
+"""Value vectors (64 dimensions) whose accumulators are in registers at a time; for 6 queries that takes 24."""
+
+
+@intrinsic
+def _turn(typingctx: Any, source: Any, rows: Any, first: Any, size: Any, shift: Any, out: Any, out_at: Any) -> Any:
+    """Turn 16 rows of 16 floats: element [r, c] of `out` (row stride TILE, from `out_at`) is element r of source row c.
+
+    Source row c begins at `rows[first + c] * size + shift`. Writes `out`.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        emit = Emitter(builder)
+        src, index, dst = args[0], args[1], args[5]
+        begins = [builder.mul(emit.scalar(index, args[2], c), args[3]) for c in range(WIDTH)]
+        for r, column in enumerate(emit.transpose([emit.load(src, begin, args[4]) for begin in begins])):
+            emit.store(column, dst, args[6], r * TILE)
+        return context.get_dummy_value()
+
+    return types.void(FLOATS, INT64S, types.int64, types.int64, types.int64, FLOATS, types.int64), generate
+
+
+@intrinsic
+def _expand_keys(
+    typingctx: Any,
+    dim: Any,
+    residual: Any,
+    residual_at: Any,
+    rank: Any,
+    b: Any,
+    b_at: Any,
+    b_rank: Any,
+    cos: Any,
+    sin: Any,
+    rope_at: Any,
+    rope_stride: Any,
+    base: Any,
+    base_at: Any,
+    factors: Any,
+    factors_at: Any,
+    out: Any,
+) -> Any:
+    """Keys of one tile and one KV head: out = base + RoPE(rK @ B_k), turned [D, TILE].
+
+    residual: turned rK [rank, TILE] from `residual_at`; b: one slot and head of `pack_b_k`'s layout, made for
+    `b_rank` columns, from `b_at`; cos, sin turned [D / 2, positions], dimension stride `rope_stride`, from `rope_at`;
+    base [D, TILE] from `base_at`; out [D, TILE].
+    `factors_at` >= 0: multiply base by factors[factors_at:][:TILE] and the residual by the TILE after it (QK-norm).
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        emit = Emitter(builder)
+        half = builder.lshr(args[0], emit.const(1))
+        residual, b, cos, sin, base, factors, out = (args[1], args[4], args[7], args[8], args[11], args[13], args[15])
+        scaled = builder.icmp_signed(">=", args[14], emit.const(0))
+        where = builder.select(scaled, args[14], emit.const(0))
+        with emit.loop(half, PAIRS) as i:
+            group = builder.add(args[5], builder.mul(emit.times(i, 2), args[6]))
+            sums = _expand_group(emit, residual, args[2], args[3], b, group)
+            for p in range(PAIRS):
+                low, high = emit.times(emit.sum(i, p), TILE), emit.times(emit.sum(i, p, half), TILE)
+                rope = builder.add(args[9], builder.mul(emit.sum(i, p), args[10]))
+                for j in range(_VECTORS):
+                    cos_at, sin_at = (emit.load(table, rope, j * WIDTH) for table in (cos, sin))
+                    one, two = sums[p * _VECTORS + j].get(), sums[(PAIRS + p) * _VECTORS + j].get()
+                    base_low, base_high = (emit.load(base, args[12], at, j * WIDTH) for at in (low, high))
+                    turned = emit.fnma(two, sin_at, builder.fmul(one, cos_at))
+                    turned_high = emit.fma(one, sin_at, builder.fmul(two, cos_at))
+                    for at, own, more in ((low, base_low, turned), (high, base_high, turned_high)):
+                        result = Variable(builder, builder.fadd(own, more))
+                        with builder.if_then(scaled, likely=False):
+                            own_factor = emit.load(factors, where, j * WIDTH)
+                            more_factor = emit.load(factors, where, TILE + j * WIDTH)
+                            result.set(emit.fma(own, own_factor, builder.fmul(more, more_factor)))
+                        emit.store(result.get(), out, at, j * WIDTH)
+        return context.get_dummy_value()
+
+    ints = types.int64
+    signature = types.void(
+        ints, FLOATS, ints, ints, FLOATS, ints, ints, FLOATS, FLOATS, ints, ints, FLOATS, ints, FLOATS, ints, FLOATS
+    )
+    return signature, generate
+
+
+def _expand_group(
+    emit: Emitter, residual: ir.Value, residual_at: ir.Value, rank: ir.Value, b: ir.Value, group: ir.Value
+) -> list[Variable]:
+    """rK @ B_k for PAIRS dimensions and their partners (their weights from `group`), times TILE tokens."""
+    sums = emit.variables([emit.fixed(0.0)] * (2 * PAIRS * _VECTORS))
+    with emit.loop(rank) as r:
+        tokens = [emit.load(residual, residual_at, emit.times(r, TILE), j * WIDTH) for j in range(_VECTORS)]
+        for d in range(2 * PAIRS):
+            weight = emit.broadcast(b, group, emit.times(r, 2 * PAIRS), d)
+            for j in range(_VECTORS):
+                place = sums[d * _VECTORS + j]
+                place.set(emit.fma(weight, tokens[j], place.get()))
+    return sums
+
+
+@intrinsic
+def _score_tile(
+    typingctx: Any,
+    dim: Any,
+    keys: Any,
+    q: Any,
+    q_at: Any,
+    q_stride: Any,
+    count: Any,
+    out: Any,
+    out_at: Any,
+    out_stride: Any,
+) -> Any:
+    """Scores of `count` queries with one tile: out[i, :] = q[i] . keys, keys turned [D, TILE].
+
+    Query i begins at `q_at + i * q_stride`, its TILE scores are written from `out_at + i * out_stride` on.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        emit = Emitter(builder)
+        k, source, dst = (args[1], args[3], args[6])
+
+        def body(first: ir.Value, queries: int) -> None:
+            chains = 1 if queries > 2 else 2
+            sums = emit.variables([emit.fixed(0.0)] * (queries * _VECTORS * chains))
+            begins = [builder.add(args[4], builder.mul(emit.sum(first, i), args[0])) for i in range(queries)]
+            with emit.loop(args[0], chains) as d:
+                for chain in range(chains):
+                    tile = emit.sum(args[2], emit.times(d, TILE), chain * TILE)
+                    tokens = [emit.load(k, tile, j * WIDTH) for j in range(_VECTORS)]
+                    for i, begin in enumerate(begins):
+                        value = emit.broadcast(source, begin, d, chain)
+                        for j in range(_VECTORS):
+                            place = sums[(chain * queries + i) * _VECTORS + j]
+                            place.set(emit.fma(value, tokens[j], place.get()))
+            half = queries * _VECTORS
+            for i in range(queries):
+                to = builder.add(args[7], builder.mul(emit.sum(first, i), args[8]))
+                for j in range(_VECTORS):
+                    total = sums[i * _VECTORS + j].get()
+                    if chains == 2:
+                        total = builder.fadd(total, sums[half + i * _VECTORS + j].get())
+                    emit.store(total, dst, to, j * WIDTH)
+
+        _in_groups(emit, args[5], _MAX_QUERIES, body)
+        return context.get_dummy_value()
+
+    ints = types.int64
+    return types.void(ints, FLOATS, ints, FLOATS, ints, ints, FLOATS, ints, ints), generate
+
+
+@intrinsic
+def _soften(typingctx: Any, scores: Any, at: Any, count: Any, state: Any, state_at: Any) -> Any:
+    """One step of the online softmax of one query: `count` (a multiple of 16) scores become exp(score - max).
+
+    state[state_at:][:2] is (running maximum, running sum) and is updated. Returns the factor by which what was
+    accumulated under the old maximum is to be multiplied. Source: Milakov and Gimelshein, arXiv 1805.02867.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        emit = Emitter(builder)
+        row, memory = args[0], args[3]
+        before = emit.scalar(memory, args[4])
+        best = Variable(builder, emit.splat(before))
+        with emit.loop(args[2], WIDTH) as t:
+            best.set(emit.maximum(best.get(), emit.load(row, args[1], t)))
+        after = emit.reduce(best.get(), largest=True)
+        # A row of which nothing was visible yet has no maximum; anything finite keeps -inf - max out of NaN.
+        hidden = builder.fcmp_ordered("<", after, ir.Constant(ir.FloatType(), -3e38))
+        after = builder.select(hidden, ir.Constant(ir.FloatType(), 0.0), after)
+        peak = emit.splat(after)
+        total = Variable(builder, emit.fixed(0.0))
+        with emit.loop(args[2], WIDTH) as t:
+            weight = emit.exp(builder.fsub(emit.load(row, args[1], t), peak))
+            emit.store(weight, row, args[1], t)
+            total.set(builder.fadd(total.get(), weight))
+        factor = builder.extract_element(emit.exp(emit.splat(builder.fsub(before, after))), emit.const(0))
+        grown = builder.fadd(builder.fmul(emit.scalar(memory, emit.sum(args[4], 1)), factor), emit.reduce(total.get()))
+        builder.store(builder.select(hidden, before, after), emit.at(memory, args[4]))
+        builder.store(grown, emit.at(memory, args[4], 1))
+        return factor
+
+    return types.float32(FLOATS, types.int64, types.int64, FLOATS, types.int64), generate
+
+
+@intrinsic
+def _mix_values(
+    typingctx: Any,
+    values: Any,
+    rows: Any,
+    rows_at: Any,
+    tokens: Any,
+    size: Any,
+    shift: Any,
+    width: Any,
+    probs: Any,
+    probs_at: Any,
+    probs_stride: Any,
+    factors: Any,
+    factors_at: Any,
+    count: Any,
+    out: Any,
+    out_at: Any,
+    out_stride: Any,
+) -> Any:
+    """out[i] = factor[i] * out[i] + sum_t probs[i, t] * value[t] for `count` queries and `tokens` tokens.
+
+    The value of token t, `width` floats (a multiple of 16), begins at `rows[rows_at + t] * size + shift`. Query i has
+    its probabilities from `probs_at + i * probs_stride`, its factor at `factors_at + i`, its sum from
+    `out_at + i * out_stride`.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        emit = Emitter(builder)
+        source, index = args[0], args[1]
+        weight, factor, dst = (args[7], args[10], args[13])
+
+        def body(first: ir.Value, queries: int, column: ir.Value, vectors: int) -> None:
+            places = [
+                builder.add(args[14], builder.add(builder.mul(emit.sum(first, i), args[15]), column))
+                for i in range(queries)
+            ]
+            begins = [builder.add(args[8], builder.mul(emit.sum(first, i), args[9])) for i in range(queries)]
+            sums = []
+            for i, place in enumerate(places):
+                scale = emit.broadcast(factor, args[11], emit.sum(first, i))
+                sums.append(
+                    emit.variables([builder.fmul(scale, emit.load(dst, place, v * WIDTH)) for v in range(vectors)])
+                )
+            with emit.loop(args[3]) as t:
+                begin = builder.mul(emit.scalar(index, args[2], t), args[4])
+                begin = builder.add(builder.add(begin, args[5]), column)
+                row = [emit.load(source, begin, v * WIDTH) for v in range(vectors)]
+                for i in range(queries):
+                    prob = emit.broadcast(weight, begins[i], t)
+                    for v in range(vectors):
+                        sums[i][v].set(emit.fma(prob, row[v], sums[i][v].get()))
+            for i, place in enumerate(places):
+                for v in range(vectors):
+                    emit.store(sums[i][v].get(), dst, place, v * WIDTH)
+
+        def all_queries(column: ir.Value, vectors: int) -> None:
+            _in_groups(emit, args[12], _MAX_QUERIES, lambda first, queries: body(first, queries, column, vectors))
+
+        whole = builder.mul(builder.sdiv(args[6], emit.const(_SLICE * WIDTH)), emit.const(_SLICE * WIDTH))
+        with emit.loop(whole, _SLICE * WIDTH) as column:
+            all_queries(column, _SLICE)
+        with emit.loop(builder.sub(args[6], whole), WIDTH) as column:
+            all_queries(builder.add(whole, column), 1)
+        return context.get_dummy_value()
+
+    ints = types.int64
+    signature = types.void(
+        FLOATS, INT64S, ints, ints, ints, ints, ints, FLOATS, ints, ints, FLOATS, ints, ints, FLOATS, ints, ints
+    )
+    return signature, generate
+
+
+def _in_groups(emit: Emitter, count: ir.Value, largest: int, body: Any) -> None:
+    """Call `body(first, n)` over `count` items, `largest` at a time, then once for the 1 to `largest` - 1 left."""
+    whole = emit.builder.mul(emit.builder.sdiv(count, emit.const(largest)), emit.const(largest))
+    with emit.loop(whole, largest) as first:
+        body(first, largest)
+    left = emit.builder.sub(count, whole)
+    for n in range(1, largest):
+        with emit.builder.if_then(emit.builder.icmp_signed("==", left, emit.const(n))):
+            body(whole, n)
+
+
+# Numba expands an intrinsic wherever it is named; as functions these are compiled once and called.
+
+
+@njit
+def turn(source, rows, first, size, shift, out, out_at):
+    """See `_turn`."""
+    return _turn(source, rows, first, size, shift, out, out_at)
+
+
+@njit
+def expand_keys(
+    dim,
+    residual,
+    residual_at,
+    rank,
+    b,
+    b_at,
+    b_rank,
+    cos,
+    sin,
+    rope_at,
+    rope_stride,
+    base,
+    base_at,
+    factors,
+    factors_at,
+    out,
+):
+    """See `_expand_keys`."""
+    return _expand_keys(
+        dim,
+        residual,
+        residual_at,
+        rank,
+        b,
+        b_at,
+        b_rank,
+        cos,
+        sin,
+        rope_at,
+        rope_stride,
+        base,
+        base_at,
+        factors,
+        factors_at,
+        out,
+    )
+
+
+@njit
+def score_tile(dim, keys, keys_at, q, q_at, count, out, out_at, out_stride):
+    """See `_score_tile`."""
+    return _score_tile(dim, keys, keys_at, q, q_at, count, out, out_at, out_stride)
+
+
+@njit
+def soften(scores, at, count, state, state_at):
+    """See `_soften`."""
+    return _soften(scores, at, count, state, state_at)
+
+
+@njit
+def mix_values(
+    values,
+    rows,
+    rows_at,
+    tokens,
+    size,
+    shift,
+    width,
+    probs,
+    probs_at,
+    probs_stride,
+    factors,
+    factors_at,
+    count,
+    out,
+    out_at,
+    out_stride,
+):
+    """See `_mix_values`."""
+    return _mix_values(
+        values,
+        rows,
+        rows_at,
+        tokens,
+        size,
+        shift,
+        width,
+        probs,
+        probs_at,
+        probs_stride,
+        factors,
+        factors_at,
+        count,
+        out,
+        out_at,
+        out_stride,
+    )

@@ -1,0 +1,43 @@
+"""The parameter block of `attention.attend`: one int64 array of sizes and addresses, written by `runtime`.
+
+Buffers are C-contiguous, of float32 where nothing else is said. Sizes:
+
+    THREADS, KV_HEADS (Hkv), PER_KV (query heads per KV head), DIM (head_dim D, a multiple of 16), BLOCK_SIZE
+    NUM_BLOCKS              columns of KV_TABLE
+    K_WIDTH, V_WIDTH        tiles per block in K_UNITS and V_UNITS
+    B_RANK                  columns R that B_K and B_V have room for
+    V_RANK                  columns of the widest V residual of the step
+    ROPE_STRIDE             positions in COS and SIN
+    NUM_ITEMS, NUM_TOKENS   rows of ITEMS, elements of TOKENS
+
+Inputs and results of one layer:
+
+    Q, OUT                  [T, H, D], queries scaled; LSE [T, H] or address 0: not wanted
+    K_CACHE, V_CACHE        [num_blocks, block_size, Hkv, D]; RESIDUAL [num_units, block_size, 16]
+    K_RMS, RESIDUAL_RMS     [num_blocks or num_units, block_size, Hkv], or 0: no QK-norm
+    B_K                     `pack_b_k`'s layout; B_V [slots, R, Hkv * D]
+    COS, SIN                [D / 2, ROPE_STRIDE], a tile more positions than any context has
+
+Tables of one step:
+
+    KV_TABLE                int32 [B, NUM_BLOCKS]; K_UNITS, V_UNITS int32 [B, NUM_BLOCKS * width]
+    ITEMS to PARTS          int64, `plan.WorkTables`
+    COUNTER                 int64, one element: the next item
+
+Memory:
+
+    PARTIALS, STATES        [partials, H, D] sums of the items before normalisation; [partials, H, 2] maximum and sum
+    SCRATCH                 [THREADS, SCRATCH_SIZE], cut up by the offsets QUERIES_AT to MIXED_AT
+    INDEX                   int64 [THREADS, INDEX_SIZE]: slots of a chunk's tokens, then rows of residual units
+"""
+
+from __future__ import annotations
+
+# Plain module constants: Numba takes them as literals.
+THREADS, KV_HEADS, PER_KV, DIM, BLOCK_SIZE, NUM_BLOCKS, K_WIDTH, V_WIDTH = range(8)
+B_RANK, V_RANK, ROPE_STRIDE, NUM_ITEMS, NUM_TOKENS = range(8, 13)
+Q, OUT, LSE, K_CACHE, V_CACHE, RESIDUAL, K_RMS, RESIDUAL_RMS, B_K, B_V, COS, SIN = range(13, 25)
+KV_TABLE, K_UNITS, V_UNITS, ITEMS, RUNS, ENTRIES, TOKENS, PART_BEGIN, PARTS, COUNTER = range(25, 35)
+PARTIALS, STATES, SCRATCH, SCRATCH_SIZE, INDEX, INDEX_SIZE = range(35, 41)
+QUERIES_AT, BASE_AT, KEYS_AT, TURNED_AT, FACTORS_AT, SCORES_AT, MIXED_AT = range(41, 48)
+COUNT = 48

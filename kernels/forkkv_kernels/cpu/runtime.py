@@ -1,0 +1,153 @@
+"""CPU attention for PyTorch tensors: the buffers and the parameter block of one model around `attention.attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkkv_kernels.cpu import parameters as P
+from forkkv_kernels.cpu.attention import SIGNATURE, attend
+from forkkv_kernels.cpu.jit import compile_for
+from forkkv_kernels.cpu.plan import CHUNK, TILE, Rows, WorkPlan, make_plan
+
+_LINE = 64
+"""Floats to which the threads' buffers are rounded up, so that no two threads write to one cache line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """KV heads, query heads per KV head, head_dim."""
+
+    num_kv: int
+    per_kv: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """One layer as `residual_attention` takes it, float32 and contiguous: k, v [num_blocks, block_size, Hkv, D],
+    residual [num_units, block_size, 16], rms tensors with QK-norm; b_k in `pack_b_k`'s layout, b_v [slots, R, Hkv * D],
+    None where no row reads residuals."""
+
+    k: Tensor
+    v: Tensor
+    residual: Tensor
+    k_rms: Tensor | None = None
+    residual_rms: Tensor | None = None
+    b_k: Tensor | None = None
+    b_v: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """A plan and the tables it refers to, which live as long as it does."""
+
+    plan: WorkPlan
+    tables: tuple[np.ndarray, ...]
+
+
+def unsupported(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why heads of this size and dtype cannot be computed here, or None."""
+    if dtype != torch.float32:
+        return f"reads float32 caches, not {dtype}"
+    if head_dim % 16:
+        return f"head_dim {head_dim} is not a multiple of 16"
+    return None
+
+
+def pack_b_k(b_k: Tensor, num_kv_heads: int) -> Tensor:
+    """B_k [slots, R, Hkv * D] -> [slots, Hkv, D / 8, R, 8], a copy: the weights that one residual column has for 4
+    dimensions and their rotation partners lie together."""
+    slots, rank, width = b_k.shape
+    half = width // num_kv_heads // 2
+    halves = b_k.view(slots, rank, num_kv_heads, 2, half // 4, 4)
+    return halves.permute(0, 2, 4, 1, 3, 5).reshape(slots, num_kv_heads, half // 4, rank, 8)
+
+
+class CpuAttention:
+    """Attention of one model. Its buffers are reused by every call, so one thread at a time may use it."""
+
+    def __init__(self, heads: Heads, cos: Tensor, sin: Tensor, threads: int | None = None) -> None:
+        """cos, sin [positions, D / 2]: the model's rotation table. `threads`: PyTorch's by default. Compiles the kernel
+        or loads it from disk."""
+        self.heads = heads
+        self.threads = threads or torch.get_num_threads()
+        padding = (0, 0, 0, TILE)
+        self._rope = [torch.nn.functional.pad(t.float(), padding).t().contiguous() for t in (cos, sin)]
+        self._block = np.zeros(P.COUNT, dtype=np.int64)
+        self._counter = np.zeros(8, dtype=np.int64)
+        self._buffers: tuple[np.ndarray, ...] = ()
+        self._fits = (0, 0, 0, 0)
+        self._set(THREADS=self.threads, KV_HEADS=heads.num_kv, PER_KV=heads.per_kv, DIM=heads.dim)
+        self._set(COS=self._rope[0], SIN=self._rope[1], ROPE_STRIDE=cos.shape[0] + TILE, COUNTER=self._counter)
+        compile_for(attend, SIGNATURE, "attention")
+
+    def plan(self, rows: Rows, groups: Sequence[tuple[int, Sequence[int]]], kv_table: np.ndarray) -> StepWork:
+        """Plan one step; `groups` as in `make_plan`, `kv_table` [B, NB] int32."""
+        plan = make_plan(rows, groups, self.heads.per_kv, self.threads)
+        tables = [np.ascontiguousarray(t, dtype=np.int32) for t in (kv_table, rows.k_units, rows.v_units)]
+        return StepWork(plan, tuple(tables))
+
+    def begin(self, work: StepWork) -> None:
+        """Make `work` the plan of the following calls of `run`. Grows the buffers if needed."""
+        kv_table, k_units, v_units = work.tables
+        blocks = kv_table.shape[1]
+        self._set(NUM_BLOCKS=blocks, K_WIDTH=k_units.shape[1] // blocks, V_WIDTH=v_units.shape[1] // blocks)
+        self._set(KV_TABLE=kv_table, K_UNITS=k_units, V_UNITS=v_units, V_RANK=work.plan.max_v_rank)
+        tables = work.plan.tables
+        self._set(ITEMS=tables.items, RUNS=tables.runs, ENTRIES=tables.entries, TOKENS=tables.tokens)
+        self._set(PART_BEGIN=tables.part_begin, PARTS=tables.parts)
+        self._set(NUM_ITEMS=len(tables.items), NUM_TOKENS=len(tables.tokens))
+        self._reserve(work.plan)
+
+    def run(self, q: Tensor, layer: LayerTensors, out: Tensor, lse: Tensor | None = None) -> None:
+        """Write attention of the planned query tokens to out (and lse [T, H]) for q, already scaled; q, out [T, H, D],
+        all contiguous float32."""
+        self._set(Q=q, OUT=out, LSE=0 if lse is None else lse, BLOCK_SIZE=layer.k.shape[1])
+        self._set(K_CACHE=layer.k, V_CACHE=layer.v, RESIDUAL=layer.residual)
+        if layer.k_rms is not None and layer.residual_rms is not None:
+            self._set(K_RMS=layer.k_rms, RESIDUAL_RMS=layer.residual_rms)
+        if layer.b_k is not None and layer.b_v is not None:
+            self._set(B_K=layer.b_k, B_V=layer.b_v, B_RANK=layer.b_v.shape[1])
+        self._counter[0] = 0
+        attend(self._block)
+
+    def _set(self, **values: int | Tensor | np.ndarray) -> None:
+        """Write sizes and addresses into the parameter block."""
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                value = value.data_ptr()
+            elif isinstance(value, np.ndarray):
+                value = value.ctypes.data
+            self._block[getattr(P, name)] = value
+
+    def _reserve(self, plan: WorkPlan) -> None:
+        need = (plan.num_partials, plan.max_entries, plan.max_k_rank, plan.max_v_rank)
+        if self._buffers and all(n <= have for n, have in zip(need, self._fits, strict=True)):
+            return
+        self._fits = tuple(max(n, have) for n, have in zip(need, self._fits, strict=True))  # type: ignore[assignment]
+        partials, entries, k_rank, v_rank = self._fits
+        heads, dim = self.heads.num_kv * self.heads.per_kv, self.heads.dim
+        sizes = {
+            P.QUERIES_AT: entries * heads * dim,
+            P.BASE_AT: self.heads.num_kv * dim * TILE,
+            P.KEYS_AT: dim * TILE,
+            P.TURNED_AT: k_rank * TILE,
+            P.FACTORS_AT: max(entries * heads, 2 * TILE),
+            P.SCORES_AT: entries * heads * CHUNK,
+            P.MIXED_AT: entries * heads * v_rank,
+        }
+        at = 0
+        for place, size in sizes.items():
+            self._block[place] = at
+            at += -(-size // _LINE) * _LINE
+        results = [np.zeros(partials * heads * n, dtype=np.float32) for n in (dim, 2)]
+        scratch = np.zeros((self.threads, at), dtype=np.float32)
+        index = np.zeros((self.threads, 2 * max(CHUNK, v_rank)), dtype=np.int64)
+        self._buffers = (*results, scratch, index)
+        self._set(PARTIALS=results[0], STATES=results[1], SCRATCH=scratch, SCRATCH_SIZE=at)
+        self._set(INDEX=index, INDEX_SIZE=index.shape[1])
