@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from forkkv_kernels.cpu.attention import SIGNATURE, attend
-from forkkv_kernels.cpu.jit import compile_for
+from forkkv_kernels.cpu import attention, int8
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    compile_for(attend, SIGNATURE, "attention")
+    attention.kernels()
+    int8.kernels()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention of few queries over paged blocks read in place, for CPUs: `attend` runs a plan made by `plan.make_plan`.
+"""Attention of few queries over paged blocks read in place, for CPUs: `kernels` run a plan made by `plan.make_plan`.
 
 A work item is a range of context tokens that some queries see under one block table. Its base keys are turned once for
 all of them, its base values read once; a run of queries with one residual shares the expansion of its keys. Items are
@@ -13,12 +13,15 @@ far faster than functions of thirty arrays. These functions carry no annotations
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
+import time
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from forkkv_kernels.cpu import jit  # noqa: F401  configures Numba
@@ -49,6 +52,9 @@ from forkkv_kernels.cpu.plan import (
     TILE,
     WorkTables,
 )
+from forkkv_kernels.cpu.team import TeamKernel
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = 16
 """Columns of a residual unit."""
@@ -92,13 +98,13 @@ def _take(typingctx: Any, counter: Any) -> Any:
 
 
 @intrinsic
-def _address(typingctx: Any, array: Any) -> Any:
-    """Pointer to the first element of an int64 array."""
+def _pointer(typingctx: Any, block: Any) -> Any:
+    """The address of a parameter block as a pointer to int64."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return context.make_array(array)(context, builder, args[0]).data
+        return builder.bitcast(args[0], context.get_value_type(INT64S))
 
-    return INT64S(array), generate
+    return INT64S(types.voidptr), generate
 
 
 @njit
@@ -368,19 +374,29 @@ def _place(parts, i, heads, per_kv, head):
 
 
 def _attend(block):
-    """Run the plan of parameter block `block`: writes OUT, LSE and the memory of the threads."""
-    for thread in prange(block[P.THREADS]):
-        p = _address(block)
-        while True:
-            i = _take(_int64s(p, P.COUNTER))
-            if i >= p[P.NUM_ITEMS]:
-                break
-            _run_item(p, i, thread)
-    for j in prange(block[P.NUM_TOKENS]):
-        _merge(_address(block), j)
+    """Compute items until none is left; run by every thread of a team."""
+    p = _pointer(block)
+    thread = _take(_ahead(p, P.NEXT_THREAD))
+    i = _take(_ahead(p, P.NEXT_ITEM))
+    while i < p[P.NUM_ITEMS]:
+        _run_item(p, i, thread)
+        i = _take(_ahead(p, P.NEXT_ITEM))
 
 
-SIGNATURE = types.void(types.Array(types.int64, 1, "C"))
+def _finish(block):
+    """Merge the items of all tokens, when every item is done."""
+    p = _pointer(block)
+    j = _take(_ahead(p, P.NEXT_TOKEN))
+    while j < p[P.NUM_TOKENS]:
+        _merge(p, j)
+        j = _take(_ahead(p, P.NEXT_TOKEN))
 
-attend = njit(parallel=True, nogil=True, cache=True)(_attend)
-"""See `_attend`; to be compiled with `SIGNATURE` before the first request needs it."""
+
+@functools.cache
+def kernels() -> tuple[TeamKernel, TeamKernel]:
+    """(`_attend`, `_finish`), compiled or from disk; says so in the log, since compiling takes seconds."""
+    begin = time.perf_counter()
+    attend, finish = TeamKernel(_attend), TeamKernel(_finish)
+    how = "from disk" if attend.from_disk else "compiled"
+    logger.info("CPU kernel ready: attention (%s, %.1f s)", how, time.perf_counter() - begin)
+    return attend, finish

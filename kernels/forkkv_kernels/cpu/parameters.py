@@ -1,4 +1,4 @@
-"""The parameter block of `attention.attend`: one int64 array of sizes and addresses, written by `runtime`.
+"""The parameter block of `attention.kernels`: one int64 array of sizes and addresses, written by `runtime`.
 
 Buffers are C-contiguous, of float32 where nothing else is said. Sizes:
 
@@ -22,7 +22,7 @@ Tables of one step:
 
     KV_TABLE                int32 [B, NUM_BLOCKS]; K_UNITS, V_UNITS int32 [B, NUM_BLOCKS * width]
     ITEMS to PARTS          int64, `plan.WorkTables`
-    COUNTER                 int64, one element: the next item
+    NEXT_THREAD, NEXT_ITEM, NEXT_TOKEN      counters that threads take their work from; zero before a call
 
 Memory:
 
@@ -37,7 +37,8 @@ from __future__ import annotations
 THREADS, KV_HEADS, PER_KV, DIM, BLOCK_SIZE, NUM_BLOCKS, K_WIDTH, V_WIDTH = range(8)
 B_RANK, V_RANK, ROPE_STRIDE, NUM_ITEMS, NUM_TOKENS = range(8, 13)
 Q, OUT, LSE, K_CACHE, V_CACHE, RESIDUAL, K_RMS, RESIDUAL_RMS, B_K, B_V, COS, SIN = range(13, 25)
-KV_TABLE, K_UNITS, V_UNITS, ITEMS, RUNS, ENTRIES, TOKENS, PART_BEGIN, PARTS, COUNTER = range(25, 35)
-PARTIALS, STATES, SCRATCH, SCRATCH_SIZE, INDEX, INDEX_SIZE = range(35, 41)
-QUERIES_AT, BASE_AT, KEYS_AT, TURNED_AT, FACTORS_AT, SCORES_AT, MIXED_AT = range(41, 48)
-COUNT = 48
+KV_TABLE, K_UNITS, V_UNITS, ITEMS, RUNS, ENTRIES, TOKENS, PART_BEGIN, PARTS = range(25, 34)
+PARTIALS, STATES, SCRATCH, SCRATCH_SIZE, INDEX, INDEX_SIZE = range(34, 40)
+QUERIES_AT, BASE_AT, KEYS_AT, TURNED_AT, FACTORS_AT, SCORES_AT, MIXED_AT = range(40, 47)
+NEXT_THREAD, NEXT_ITEM, NEXT_TOKEN = range(47, 50)
+COUNT = 50

@@ -1,7 +1,8 @@
-"""CPU attention for PyTorch tensors: the buffers and the parameter block of one model around `attention.attend`."""
+"""CPU attention for PyTorch tensors: the buffers and the parameter block of one model around `attention.kernels`."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,7 @@ import torch
 from torch import Tensor
 
 from forkkv_kernels.cpu import parameters as P
-from forkkv_kernels.cpu.attention import SIGNATURE, attend
-from forkkv_kernels.cpu.jit import compile_for
+from forkkv_kernels.cpu.attention import kernels
 from forkkv_kernels.cpu.plan import CHUNK, TILE, Rows, WorkPlan, make_plan
 
 _LINE = 64
@@ -78,13 +78,12 @@ class CpuAttention:
         self.threads = threads or torch.get_num_threads()
         padding = (0, 0, 0, TILE)
         self._rope = [torch.nn.functional.pad(t.float(), padding).t().contiguous() for t in (cos, sin)]
-        self._block = np.zeros(P.COUNT, dtype=np.int64)
-        self._counter = np.zeros(8, dtype=np.int64)
+        self._block = array("q", bytes(8 * P.COUNT))
         self._buffers: tuple[np.ndarray, ...] = ()
         self._fits = (0, 0, 0, 0)
         self._set(THREADS=self.threads, KV_HEADS=heads.num_kv, PER_KV=heads.per_kv, DIM=heads.dim)
-        self._set(COS=self._rope[0], SIN=self._rope[1], ROPE_STRIDE=cos.shape[0] + TILE, COUNTER=self._counter)
-        compile_for(attend, SIGNATURE, "attention")
+        self._set(COS=self._rope[0], SIN=self._rope[1], ROPE_STRIDE=cos.shape[0] + TILE)
+        self._attend, self._finish = kernels()
 
     def plan(self, rows: Rows, groups: Sequence[tuple[int, Sequence[int]]], kv_table: np.ndarray) -> StepWork:
         """Plan one step; `groups` as in `make_plan`, `kv_table` [B, NB] int32."""
@@ -113,8 +112,9 @@ class CpuAttention:
             self._set(K_RMS=layer.k_rms, RESIDUAL_RMS=layer.residual_rms)
         if layer.b_k is not None and layer.b_v is not None:
             self._set(B_K=layer.b_k, B_V=layer.b_v, B_RANK=layer.b_v.shape[1])
-        self._counter[0] = 0
-        attend(self._block)
+        self._set(NEXT_THREAD=0, NEXT_ITEM=0, NEXT_TOKEN=0)
+        self._attend(self._block, self.threads)
+        self._finish(self._block, self.threads)
 
     def _set(self, **values: int | Tensor | np.ndarray) -> None:
         """Write sizes and addresses into the parameter block."""
