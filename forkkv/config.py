@@ -22,6 +22,8 @@ class ModelConfig:
     path: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    quantization: Literal["none", "int8"] = "none"
+    """Type of the base model's matrices; int8 is for CPUs. LoRA, residuals and the caches keep `dtype`."""
     max_model_len: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0

@@ -80,6 +80,9 @@ class ServerArgs(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and cache; auto is float32 on a CPU and the checkpoint's own on a GPU."
     )
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8: the base model's matrices in 8 bits, on a CPU; adapters and caches stay as --dtype."
+    )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = Field(
         "auto", description="File format of the weights; dummy makes random ones."
     )
@@ -168,6 +171,7 @@ def resolve(args: ServerArgs) -> EngineConfig:
         model=ModelConfig(
             path=args.model,
             dtype=args.dtype,
+            quantization=args.quantization,
             load_format=args.load_format,
             max_model_len=args.max_model_len,
             device=args.device,

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from forkkv.config import EngineConfig, ModelConfig
 from forkkv.errors import ConfigError
+from forkkv.executor.uniproc import UniprocExecutor
 from forkkv.models.layers import FusedLinear, TiedHead
 from forkkv.models.quantization import Int8Linear, quantize_linears
 from forkkv_kernels.cpu.int8_format import MAX_DEPTH, dequantize
@@ -99,6 +101,13 @@ def test_a_neighbour_changes_nothing(folders: tuple[Path, Path], loudness: float
     for position in (LENGTH - 1, LENGTH):
         result = both.together([(b, position), (a, position)])
         torch.testing.assert_close(result["a"], alone[position - 1], rtol=0, atol=TOLERANCE)
+
+
+def test_the_flag_reaches_the_model(folders: tuple[Path, Path]) -> None:
+    for quantization, kind in (("none", FusedLinear), ("int8", Int8Linear)):
+        model = ModelConfig(str(folders[0]), quantization=quantization, max_model_len=64, device="cpu")
+        executor = UniprocExecutor(EngineConfig(model), progress=False)
+        assert isinstance(executor.model.head, kind)
 
 
 def test_refuses_what_it_cannot_do() -> None:

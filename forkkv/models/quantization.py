@@ -1,0 +1,73 @@
+"""int8 weights for CPUs: `--quantization int8`.
+
+Only the base model's matrices are quantized, per output channel. Activations, embedding lookup, norms, LoRA, residuals
+and the K/V cache keep their type. A token's result never depends on what else is in the batch: see
+`forkkv_kernels.cpu.int8_format` for the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from forkkv.errors import ConfigError
+from forkkv.log import get_logger
+from forkkv.models.layers import FusedLinear, TiedHead
+from forkkv_kernels.cpu.int8_format import Int8Weight, pack
+
+logger = get_logger(__name__)
+
+
+class Int8Linear(nn.Module):
+    """Linear layers of one input as a single product with int8 weights: x [T, in] -> [T, sum of outs] in x's dtype."""
+
+    def __init__(self, weight: Int8Weight) -> None:
+        super().__init__()
+        # Numba is imported only where this is used: on a GPU it need not be installed.
+        from forkkv_kernels.cpu.int8 import int8_linear, kernels
+
+        kernels()  # compiled now, not in the first request
+        self.packed = weight
+        self._multiply = int8_linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self.packed).to(x.dtype)
+
+
+def quantize_linears(model: nn.Module) -> int:
+    """Replace every `FusedLinear` and `TiedHead` of `model` by an `Int8Linear`, in place, freeing the old matrices one
+    at a time; a tied embedding stays as it is for the lookup. Returns the bytes of the new matrices.
+
+    Raises `ConfigError` if the model is not on a CPU or has layers too wide for int32 sums.
+    """
+    from forkkv_kernels.cpu.int8 import have_dot_products
+
+    if not have_dot_products():
+        logger.warning("this CPU has no 8-bit dot products (VNNI): --quantization int8 saves memory, not time")
+    num_bytes = 0
+    for parent, name, old in list(_linears(model)):
+        if old.weight.device.type != "cpu":
+            raise ConfigError("--quantization int8 is for CPUs")
+        try:
+            packed = _pack(old)
+        except ValueError as error:
+            raise ConfigError(f"--quantization int8: {error}") from error
+        setattr(parent, name, Int8Linear(packed))
+        num_bytes += packed.nbytes
+    return num_bytes
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, FusedLinear | TiedHead]]:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, FusedLinear | TiedHead):
+                yield parent, name, child
+
+
+@torch.no_grad()
+def _pack(linear: FusedLinear | TiedHead) -> Int8Weight:
+    if isinstance(linear, TiedHead):
+        return pack(linear.weight)
+    return pack(linear.weight.t(), linear.bias)
