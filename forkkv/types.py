@@ -354,3 +354,4 @@ class EngineInfo:
     reports: tuple[AdapterReport, ...] = ()
     device: str = "cpu"
     dtype: str = "float32"
+    quantization: str = "none"

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Triton decides when its functions are decorated whether they are interpreted, and transformers imports triton: before
+# any test module does. See tests/kernels/conftest.py.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

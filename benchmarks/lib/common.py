@@ -136,11 +136,12 @@ class Engines:
 
     adapters: dict[str, Path]
     max_num_seqs: int = 16
+    quantization: Literal["none", "auto"] = "none"
 
     def _config(self, mode: Mode, budget: int, fork_tail: int, **cache: Any) -> EngineConfig:
         modules = tuple(LoRAModule(name, str(folder)) for name, folder in self.adapters.items())
         return EngineConfig(
-            model=ModelConfig(MODEL, dtype="float32", device="cpu"),
+            model=ModelConfig(MODEL, dtype="float32", device="cpu", quantization=self.quantization),
             cache=CacheConfig(block_size=BLOCK, **cache),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs, max_num_batched_tokens=budget, kv_sharing=mode, fork_tail=fork_tail

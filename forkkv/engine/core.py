@@ -81,6 +81,7 @@ class EngineCore:
             reports=executor.reports,
             device=executor.device,
             dtype=executor.dtype,
+            quantization=executor.quantization,
         )
         logger.info(
             "bCache holds %d tokens; rCache holds %d tokens of one adapter's residual (%d units of %d columns a block)",

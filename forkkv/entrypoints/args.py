@@ -80,8 +80,10 @@ class ServerArgs(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and cache; auto is float32 on a CPU and the checkpoint's own on a GPU."
     )
-    quantization: Literal["none", "int8"] = Field(
-        "none", description="int8: the base model's matrices in 8 bits, on a CPU; adapters and caches stay as --dtype."
+    quantization: Literal["auto", "none", "int8"] = Field(
+        "auto",
+        description="int8: the base model's matrices in 8 bits, on a CPU; adapters and caches stay as --dtype. "
+        "auto: int8 where that is faster, which is float32 on a CPU with VNNI.",
     )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = Field(
         "auto", description="File format of the weights; dummy makes random ones."

@@ -17,6 +17,7 @@ class Executor(Protocol):
     eos_token_ids: tuple[int, ...]
     device: str
     dtype: str
+    quantization: str
     cache_spec: CacheSpec
     adapters: tuple[AdapterMeta, ...]
     """Loaded adapters with final ids (1, 2, ...) in the order of the configuration."""

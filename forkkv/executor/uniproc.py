@@ -16,7 +16,7 @@ from forkkv.lora.weights import AdapterWeights
 from forkkv.models.config_reader import read_spec
 from forkkv.models.llama import LlamaModel, attention_shape
 from forkkv.models.loader import load_weights
-from forkkv.models.quantization import quantize_linears
+from forkkv.models.quantization import choose_quantization, quantize_linears
 from forkkv.models.resolve import resolve_model
 from forkkv.models.spec import ModelSpec
 from forkkv.types import StepPlan, StepResult
@@ -50,7 +50,8 @@ class UniprocExecutor:
         backend = select_backend(self._device, self._dtype, shape)
         weights = load_weights(resolved, spec, self._dtype, config.model.load_format, progress, config.model.seed)
         self.model = LlamaModel(spec, weights, self._device, self._dtype, self.max_model_len)
-        if config.model.quantization == "int8":
+        self.quantization = choose_quantization(config.model.quantization, self._device, self._dtype)
+        if self.quantization == "int8":
             num_bytes = quantize_linears(self.model)
             logger.info("matrices of the base model in int8: %.0f MB", num_bytes / 1e6)
         self.backend = self.model.make_backend(backend)

@@ -11,8 +11,10 @@ from torch import Tensor
 from forkkv.attention.backend import LayerCache, ResidualExpansion
 from forkkv.attention.batch import ForwardBatch, RowResidualWrites
 from forkkv.attention.paged import to_device
+from forkkv.lora.tensors import KernelLoRAStep, plan_kernel_lora, unit_slots
 from forkkv.lora.weights import AdapterWeights
 from forkkv.types import RESIDUAL_TILE, AdapterId
+from forkkv_kernels.ops import has_fast_ops
 
 _LONG_RANGE = 16
 """Tokens from which a range with one adapter gets its own matrix products; shorter ones are computed together."""
@@ -120,8 +122,11 @@ def rms_of_heads(k: Tensor, eps: float) -> Tensor:
     return k.float().pow(2).mean(-1).add_(eps).sqrt_()
 
 
-def plan_lora(weights: AdapterWeights, batch: ForwardBatch) -> LoRAStep:
-    """Decide for every token how its adapter is applied. Raises `KeyError` if a row names an empty slot."""
+def plan_lora(weights: AdapterWeights, batch: ForwardBatch) -> LoRAStep | KernelLoRAStep:
+    """Decide for every token how its adapter is applied: by kernels where the device has them, else by matrix products
+    per range of tokens. Raises `KeyError` if a row names an empty slot."""
+    if has_fast_ops(batch.input_ids.device.type):
+        return plan_kernel_lora(weights, batch)
     host = batch.host
     runs: list[tuple[int, int, int]] = []
     for row in range(host.num_rows):
@@ -178,7 +183,7 @@ def _residual_job(weights: AdapterWeights, batch: ForwardBatch, row: RowResidual
         for is_v, (units, count, tile) in enumerate(halves):
             if not units:
                 continue
-            targets = _unit_slots(units, count, end - begin - first, block_size)
+            targets = unit_slots(units, count, end - begin - first, block_size)
             tokens.append(np.repeat(np.arange(first, first + len(targets)), count))
             columns.append(np.tile(np.arange(len(tiles), len(tiles) + count), len(targets)))
             slots.append(targets.ravel())
@@ -196,10 +201,3 @@ def _residual_job(weights: AdapterWeights, batch: ForwardBatch, row: RowResidual
         to_device(np.concatenate(slots), device),
         tuple(rms),
     )
-
-
-def _unit_slots(units: tuple[int, ...], tiles: int, num_tokens: int, block_size: int) -> np.ndarray:
-    """Flat slots [tokens, tiles] of the whole blocks that `units` and the row's `num_tokens` cover."""
-    num_blocks = min(len(units) // tiles, num_tokens // block_size)
-    table = np.asarray(units, dtype=np.int64)[: num_blocks * tiles].reshape(num_blocks, 1, tiles)
-    return (table * block_size + np.arange(block_size)[None, :, None]).reshape(-1, tiles)

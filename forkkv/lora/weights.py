@@ -112,7 +112,7 @@ class AdapterWeights:
         for group in self.groups:
             rows = len(GROUPS[group]) * self.rank
             out = sum(self._outputs[module] for module in GROUPS[group])
-            self.a[group] = [self._zeros(inputs[group], self.max_loras, rows) for _ in layers]
+            self.a[group] = [self._stacked_a(inputs[group], rows) for _ in layers]
             self.b[group] = [self._zeros(self.max_loras, rows, out) for _ in layers]
         shape = (self.max_loras, self.rank, spec.kv_size)
         offsets = 0 if self._offset_rotation is None else len(self._offset_rotation[0])
@@ -196,6 +196,12 @@ class AdapterWeights:
                 layers.append(target)
             out[adapter_id] = layers
         return out
+
+    def _stacked_a(self, width: int, rows: int) -> Tensor:
+        """[in, slots, rows] of zeros. Kernels on a GPU read along the input, matrix products on a CPU across slots."""
+        if self.device.type == "cpu":
+            return self._zeros(width, self.max_loras, rows)
+        return self._zeros(self.max_loras, rows, width).permute(2, 0, 1)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

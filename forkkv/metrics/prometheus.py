@@ -202,6 +202,7 @@ def _info(info: EngineInfo) -> Metric:
         "block_size": str(info.block_size),
         "device": info.device,
         "dtype": info.dtype,
+        "quantization": info.quantization,
     }
     family = GaugeMetricFamily("forkkv_engine_info", "Settings of the engine; always 1.", labels=list(labels))
     family.add_metric(list(labels.values()), 1)

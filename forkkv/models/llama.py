@@ -17,9 +17,11 @@ from forkkv.attention.backend import AttentionBackend, AttentionShape, LayerCach
 from forkkv.attention.batch import ForwardBatch
 from forkkv.errors import ModelLoadError
 from forkkv.lora.layers import LoRAStep, plan_lora, rms_of_heads
+from forkkv.lora.tensors import KernelLoRAStep
 from forkkv.lora.weights import AdapterWeights
 from forkkv.models.layers import FusedLinear, RMSNorm, RotaryTable, TiedHead, apply_rotary
 from forkkv.models.spec import ModelSpec
+from forkkv_kernels.ops import has_fast_ops, rope_cache_write
 
 _HEAD_COPY_BYTES = 256 << 20
 """Tied embeddings up to this size get a transposed copy as head on CPUs, see `FusedLinear`."""
@@ -39,9 +41,11 @@ class StepContext:
     backend: AttentionBackend
     attention: Any
     """Metadata of `AttentionBackend.plan`."""
-    lora: LoRAStep
+    lora: LoRAStep | KernelLoRAStep
     cos: Tensor
     sin: Tensor
+    kv_slots: Tensor | None = None
+    """[T] flat slot of every token's K and V, -1: not stored. Given where one kernel rotates and stores."""
 
 
 class Attention(nn.Module):
@@ -74,9 +78,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             rms = rms_of_heads(heads[:, q_heads:], self.eps)
             heads = torch.cat((self.q_norm(heads[:, :q_heads]), self.k_norm(heads[:, q_heads:])), dim=1)
-        heads = apply_rotary(heads, step.cos, step.sin)
-        queries, keys = heads[:, :q_heads], heads[:, q_heads:]
-        write_kv(cache, step.batch, keys, values, rms)
+        queries = rotate_and_store(heads, values, rms, step, cache)
         attended = step.backend.run(queries, cache, lora.expansion(index), step.attention).reshape(-1, q_size)
         out = self.o(attended)
         lora.apply(index, "o", attended, out)
@@ -92,7 +94,7 @@ class MLP(nn.Module):
         self.gate_up = FusedLinear([weights.take("mlp.gate_proj.weight"), weights.take("mlp.up_proj.weight")])
         self.down = FusedLinear([weights.take("mlp.down_proj.weight")])
 
-    def forward(self, hidden: Tensor, lora: LoRAStep) -> Tensor:
+    def forward(self, hidden: Tensor, lora: LoRAStep | KernelLoRAStep) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         both = self.gate_up(hidden)
         lora.apply(self.index, "gate_up", hidden, both)
@@ -180,7 +182,8 @@ class LlamaModel(nn.Module):
     def forward(self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, lora: AdapterWeights) -> Tensor:
         """Logits [S, vocab] of the batch's `sample_tokens`. Writes K, V and residuals of the step into `cache`."""
         cos, sin = self.rotary(batch.positions, self.dtype)
-        step = StepContext(batch, backend, backend.plan(batch), plan_lora(lora, batch), cos, sin)
+        kv_slots = token_kv_slots(batch) if has_fast_ops(batch.input_ids.device.type) else None
+        step = StepContext(batch, backend, backend.plan(batch), plan_lora(lora, batch), cos, sin, kv_slots)
         hidden = F.embedding(batch.input_ids, self.embedding)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             hidden = layer(hidden, step, layer_cache)
@@ -198,6 +201,36 @@ class LlamaModel(nn.Module):
 def attention_shape(spec: ModelSpec) -> AttentionShape:
     """Constants of the model's attention; scores are scaled by 1 / sqrt(head_dim)."""
     return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, spec.qk_norm)
+
+
+def rotate_and_store(heads: Tensor, values: Tensor, rms: Tensor | None, step: StepContext, cache: LayerCache) -> Tensor:
+    """Rotate the query and key heads [T, H + Hkv, D], store keys and values [T, Hkv, D] (and rms [T, Hkv]) in `cache`,
+    in place; returns the rotated queries [T, H, D]."""
+    q_heads = heads.shape[1] - values.shape[1]
+    if step.kv_slots is None:
+        heads = apply_rotary(heads, step.cos, step.sin)
+        write_kv(cache, step.batch, heads[:, q_heads:], values, rms)
+        return heads[:, :q_heads]
+    return rope_cache_write(
+        heads[:, :q_heads],
+        heads[:, q_heads:],
+        values,
+        step.cos.squeeze(1),
+        step.sin.squeeze(1),
+        step.kv_slots,
+        cache.k,
+        cache.v,
+        k_rms=rms,
+        k_rms_cache=cache.k_rms,
+    )
+
+
+def token_kv_slots(batch: ForwardBatch) -> Tensor:
+    """[T] int64: the flat cache slot of every token, -1 for tokens that are not stored."""
+    if batch.kv_tokens is None and len(batch.kv_slots) == batch.num_tokens:
+        return batch.kv_slots
+    slots = torch.full_like(batch.positions, -1)
+    return slots if batch.kv_tokens is None else slots.index_copy_(0, batch.kv_tokens, batch.kv_slots)
 
 
 def write_kv(cache: LayerCache, batch: ForwardBatch, keys: Tensor, values: Tensor, rms: Tensor | None) -> None:

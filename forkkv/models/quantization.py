@@ -36,6 +36,17 @@ class Int8Linear(nn.Module):
         return self._multiply(x, self.packed).to(x.dtype)
 
 
+def choose_quantization(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """ "auto" is int8 for float32 on a CPU that has 8-bit dot products, and none elsewhere."""
+    if name != "auto":
+        return name
+    if device.type != "cpu" or dtype != torch.float32:
+        return "none"
+    from forkkv_kernels.cpu.int8 import have_dot_products
+
+    return "int8" if have_dot_products() else "none"
+
+
 def quantize_linears(model: nn.Module) -> int:
     """Replace every `FusedLinear` and `TiedHead` of `model` by an `Int8Linear`, in place, freeing the old matrices one
     at a time; a tied embedding stays as it is for the lookup. Returns the bytes of the new matrices.

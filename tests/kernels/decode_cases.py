@@ -162,14 +162,14 @@ def run_decode(
     case: AttentionCase,
     groups: Sequence[Sequence[int]] = (),
     *,
-    programs: int = 8,
+    programs: int = 4,
     wide: int | None = None,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor, WorkList]:
     """out, lse and the work list. Everything that is not written is NaN. `fixed`: launches over the whole capacity."""
     arguments = dict(case.arguments)
     q, k_cache, v_cache = (arguments.pop(name) for name in ("q", "k_cache", "v_cache"))
-    host = {name: value.cpu().numpy() for name, value in arguments.items() if value_is_int(value)}
+    host = {name: value.cpu().numpy() for name, value in arguments.items() if _is_int(value)}
     rows, heads = len(host["seq_lens"]), q.shape[1] // k_cache.shape[2]
     tables = RowTables(
         host["cu_seqlens_q"][:-1],
@@ -202,5 +202,5 @@ def run_decode(
     return out, lse, work
 
 
-def value_is_int(value: object) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.int32

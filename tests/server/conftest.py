@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session", autouse=True)
 def tokenizer_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Converted tokenizers go to a folder of this session."""
+    """Converted tokenizers go to a folder of this session; compiled kernels stay where they are."""
     previous = os.environ.get("XDG_CACHE_HOME")
+    os.environ.setdefault("FORKKV_CACHE_DIR", os.path.join(previous or Path.home() / ".cache", "forkkv"))
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     yield
     if previous is None:

@@ -124,7 +124,12 @@ def announce(state: ServerState, listener: socket.socket) -> None:
     """Log what was loaded, what fits, and where to reach it."""
     info = state.client.info
     logger.info(
-        "model %s on %s in %s, context %d tokens", state.args.base_name, info.device, info.dtype, info.max_model_len
+        "model %s on %s in %s%s, context %d tokens",
+        state.args.base_name,
+        info.device,
+        info.dtype,
+        "" if info.quantization == "none" else f" with {info.quantization} weights",
+        info.max_model_len,
     )
     logger.info(
         "kv sharing %s; bCache and private blocks hold %d tokens, rCache holds %d tokens of the widest adapter",
