@@ -26,6 +26,9 @@ class ModelConfig:
     """Type of the base model's matrices; int8 is for CPUs, "auto" int8 where it is faster: float32 on a CPU with 8-bit
     dot products. LoRA, residuals and the caches keep `dtype`."""
     max_model_len: int | None = None
+    attention_backend: Literal["auto", "cpu", "triton", "torch", "reference"] = "auto"
+    enforce_eager: bool = False
+    """Run every step as it is called: no CUDA graphs of decode steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
     """Seed of random weights (`load_format="dummy"`) and of requests without a seed."""

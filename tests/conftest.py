@@ -11,7 +11,6 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests where there is no CUDA device. torch is imported only if such a test was collected."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

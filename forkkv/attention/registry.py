@@ -12,9 +12,10 @@ from forkkv.errors import ConfigError
 _BACKENDS = {
     "cpu": "forkkv.attention.cpu_backend:CpuBackend",
     "torch": "forkkv.attention.torch_backend:TorchBackend",
+    "triton": "forkkv.attention.triton_backend:TritonBackend",
     "reference": "forkkv.attention.reference_backend:ReferenceBackend",
 }
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch"), "cuda": ("torch",)}
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch"), "cuda": ("triton", "torch")}
 
 
 def register_backend(name: str, target: str, device_type: str | None = None) -> None:

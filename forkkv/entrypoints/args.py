@@ -91,6 +91,11 @@ class ServerArgs(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs to split the model over; only 1 for now.")
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt plus answer in tokens; default: model's.")
+    attention_backend: Literal["auto", "cpu", "triton", "torch", "reference"] = Field(
+        "auto",
+        description="Attention kernels; auto: compiled for the device, PyTorch where those do not fit the model.",
+    )
+    enforce_eager: bool = Field(False, description="Do not capture CUDA graphs of decode steps.")
     seed: int = Field(0, description="Seed of dummy weights and of requests without a seed.")
 
     # sharing
@@ -177,6 +182,8 @@ def resolve(args: ServerArgs) -> EngineConfig:
             load_format=args.load_format,
             max_model_len=args.max_model_len,
             device=args.device,
+            attention_backend=args.attention_backend,
+            enforce_eager=args.enforce_eager,
             seed=args.seed,
         ),
         cache=CacheConfig(

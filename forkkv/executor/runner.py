@@ -8,6 +8,7 @@ from torch import Tensor
 from forkkv.attention.backend import AttentionBackend
 from forkkv.executor.batch_builder import build_batch
 from forkkv.executor.cache import PagedCache
+from forkkv.executor.graphs import DecodeGraphs
 from forkkv.executor.table import RequestTable
 from forkkv.lora.weights import AdapterWeights
 from forkkv.models.llama import LlamaModel
@@ -27,8 +28,11 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
+        """`graphs`: runs the decode steps that it accepts."""
         self.model, self.cache, self.backend, self.lora = model, cache, backend, lora
+        self.graphs = graphs
         self.block_size = cache.spec.block_size
         self.table = RequestTable(max_num_seqs, -(-max_model_len // self.block_size) + 1)
 
@@ -66,6 +70,8 @@ class ModelRunner:
     def _forward(self, plan: StepPlan) -> Tensor:
         """Logits [S, vocab] of the sampled rows."""
         batch = build_batch(plan.segments, plan.groups, self.table, self.block_size, self.model.device)
+        if self.graphs is not None and self.graphs.accepts(batch):
+            return self.graphs.run(batch)
         return self.model(batch, self.cache, self.backend, self.lora)
 
     def _sample_row(self, segment: Segment) -> SampleRow:

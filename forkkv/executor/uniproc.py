@@ -7,6 +7,7 @@ from forkkv.config import EngineConfig
 from forkkv.errors import ConfigError
 from forkkv.executor.cache import PagedCache
 from forkkv.executor.device import available_cache_bytes, choose_device, choose_dtype, use_physical_cores
+from forkkv.executor.graphs import DecodeGraphs
 from forkkv.executor.runner import ModelRunner
 from forkkv.kvcache.spec import CacheSpec
 from forkkv.log import get_logger
@@ -47,7 +48,8 @@ class UniprocExecutor:
         self._dtype = choose_dtype(config.model.dtype, self._device, spec.torch_dtype)
         self._config, self._poison, self.spec = config, poison, spec
         shape = attention_shape(spec)
-        backend = select_backend(self._device, self._dtype, shape)
+        chosen = config.model.attention_backend
+        backend = select_backend(self._device, self._dtype, shape, None if chosen == "auto" else chosen)
         weights = load_weights(resolved, spec, self._dtype, config.model.load_format, progress, config.model.seed)
         self.model = LlamaModel(spec, weights, self._device, self._dtype, self.max_model_len)
         self.quantization = choose_quantization(config.model.quantization, self._device, self._dtype)
@@ -103,7 +105,25 @@ class UniprocExecutor:
             self.lora,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=self.max_model_len,
+            graphs=self._capture_graphs(cache),
         )
+
+    def _capture_graphs(self, cache: PagedCache) -> DecodeGraphs | None:
+        """Graphs of decode steps, or None where there are none or they are not wanted."""
+        if self._config.model.enforce_eager or not DecodeGraphs.supported(self.backend, self._device):
+            return None
+        self.lora.reserve()
+        graphs = DecodeGraphs(
+            self.model,
+            cache,
+            self.backend,
+            self.lora,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+        graphs.capture_all()
+        logger.info("captured %d CUDA graphs of decode steps", graphs.captures)
+        return graphs
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor` and `ModelRunner.execute`."""

@@ -83,6 +83,15 @@ class AdapterWeights:
         adapter = self.adapters.get(self.slots.get(slot, -1))
         return frozenset(group for group in self.groups if adapter is not None and _has_group(adapter, group))
 
+    def reserve(self) -> None:
+        """Make room for the largest rank of all adapters now, so that no later `load` allocates anything."""
+        rank = max((a.shape[0] for adapter in self.adapters.values() for a, _ in adapter.weights.values()), default=0)
+        if rank > self.rank:
+            self.rank = _round_up(rank)
+            self._allocate()
+            for slot, resident in self.slots.items():
+                self._fill(slot, self.adapters[resident])
+
     def load(self, slot: int, adapter_id: AdapterId) -> None:
         """Put an adapter into a slot, replacing what was there. Grows all slots if its rank is the largest so far.
 

@@ -184,10 +184,15 @@ class LlamaModel(nn.Module):
         cos, sin = self.rotary(batch.positions, self.dtype)
         kv_slots = token_kv_slots(batch) if has_fast_ops(batch.input_ids.device.type) else None
         step = StepContext(batch, backend, backend.plan(batch), plan_lora(lora, batch), cos, sin, kv_slots)
-        hidden = F.embedding(batch.input_ids, self.embedding)
+        return self.logits(step, cache)
+
+    def logits(self, step: StepContext, cache: Cache) -> Tensor:
+        """`forward` of a step that is planned already: nothing here depends on the host's side of the batch, so that a
+        CUDA graph may record it."""
+        hidden = F.embedding(step.batch.input_ids, self.embedding)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             hidden = layer(hidden, step, layer_cache)
-        return self.head(self.norm(hidden.index_select(0, batch.sample_tokens)))
+        return self.head(self.norm(hidden.index_select(0, step.batch.sample_tokens)))
 
     def _make_head(self, weights: LayerWeights) -> nn.Module:
         if not self.spec.tie_word_embeddings:

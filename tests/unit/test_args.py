@@ -27,6 +27,7 @@ def test_defaults() -> None:
 def test_every_flag_reaches_the_engine() -> None:
     flags = (
         "--model m --max-model-len 99 --dtype bfloat16 --load-format dummy --quantization int8 --device cpu --seed 5 "
+        "--attention-backend torch --enforce-eager "
         "--block-size 32 --cpu-memory-gib 0.5 --gpu-memory-utilization 0.5 --residual-share 0.25 "
         "--no-enable-dual-radix-tree "
         "--max-num-seqs 4 --max-num-batched-tokens 128 --kv-sharing fork --fork-tail 8 --residual-fanout 2 "
@@ -36,6 +37,7 @@ def test_every_flag_reaches_the_engine() -> None:
     model, cache, sched = config.model, config.cache, config.scheduler
     assert (model.path, model.max_model_len, model.dtype) == ("m", 99, "bfloat16")
     assert (model.load_format, model.quantization, model.device, model.seed) == ("dummy", "int8", "cpu", 5)
+    assert (model.attention_backend, model.enforce_eager) == ("torch", True)
     assert (cache.block_size, cache.memory_bytes, cache.gpu_memory_utilization) == (32, 1 << 29, 0.5)
     assert (cache.residual_share, cache.enable_dual_radix_tree) == (0.25, False)
     assert (sched.max_num_seqs, sched.max_num_batched_tokens, sched.kv_sharing) == (4, 128, "fork")
