@@ -13,8 +13,6 @@ import asyncio
 import contextlib
 import math
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ import httpx
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also run as a file: `python benchmarks/accuracy.py`
 
+from benchmarks.lib.server import running_server  # noqa: E402
 from benchmarks.train import orderlog  # noqa: E402
 
 MAX_TOKENS = 160
@@ -91,40 +90,16 @@ def held_out_items(num_documents: int) -> list[Item]:
 
 
 @contextlib.contextmanager
-def running_server(sharing: str, adapters: Path, model: str, ready_seconds: float) -> Iterator[str]:
+def team_server(sharing: str, adapters: Path, model: str, ready_seconds: float) -> Iterator[str]:
     """A server process with all six adapters: yields its URL, then ends it. `RuntimeError` if it never starts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     names = [f"{task}{suffix}" for suffix in ("", "-plain") for task in orderlog.TASKS]
-    command = [sys.executable, "-m", "forkkv.entrypoints.openai.api_server", "--model", model, "--enable-forkkv"]
-    command += ["--kv-sharing", sharing, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--lora-modules", *(f"{name}={adapters / name}" for name in names)]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            if not _wait_ready(process, url, ready_seconds):
-                log.seek(0)
-                raise RuntimeError(f"the server with --kv-sharing {sharing} is not ready:\n{log.read()[-4000:]}")
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait_ready(process: subprocess.Popen[bytes], url: str, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
-                return True
-        time.sleep(0.2)
-    return False
+    flags = ["--model", model, "--enable-forkkv", "--kv-sharing", sharing, "--host", "127.0.0.1"]
+    flags += ["--lora-modules", *(f"{name}={adapters / name}" for name in names)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_server(Path(folder) / "log", *flags, ready_within=ready_seconds) as server,
+    ):
+        yield server.url
 
 
 async def ask_all(url: str, items: list[Item], suffix: str, concurrency: int) -> list[Outcome]:
@@ -216,7 +191,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[Outcome]]:
     items = held_out_items(args.documents)
     results: dict[str, list[Outcome]] = {}
     for sharing in dict.fromkeys(case.sharing for case in CASES):
-        with running_server(sharing, args.adapters, args.model, args.ready_seconds) as url:
+        with team_server(sharing, args.adapters, args.model, args.ready_seconds) as url:
             for case in (case for case in CASES if case.sharing == sharing):
                 begin = time.monotonic()
                 results[case.title] = asyncio.run(ask_all(url, items, case.adapter_suffix, args.concurrency))

@@ -67,9 +67,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(log: Path, *flags: str) -> Iterator[Server]:
+def running_server(log: Path, *flags: str, ready_within: float = 120) -> Iterator[Server]:
     """`python -m forkkv.entrypoints.openai.api_server` with `flags`, ready; ended on the way out. Raises
-    `RuntimeError` with its log if it does not get ready within two minutes."""
+    `RuntimeError` with its log if it does not get ready within that many seconds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "forkkv.entrypoints.openai.api_server", "--port", str(port), *flags]
@@ -79,7 +79,7 @@ def running_server(log: Path, *flags: str) -> Iterator[Server]:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     try:
         while not _is_ready(url):
-            if process.poll() is not None or time.monotonic() - began > 120:
+            if process.poll() is not None or time.monotonic() - began > ready_within:
                 raise RuntimeError(f"the server did not get ready:\n{log.read_text()[-4000:]}")
             time.sleep(0.02)
         yield Server(psutil.Process(process.pid), url, time.monotonic() - began)
