@@ -27,7 +27,7 @@ class AttentionShape:
         return self.num_heads // self.num_kv_heads
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class LayerCache:
     """Cache of one layer: k, v [num_blocks, block_size, Hkv, D]; residual [num_units, block_size, 16]; k_rms
     [num_blocks, block_size, Hkv] and residual_rms [num_units, block_size, Hkv] float32 for models with QK-norm.

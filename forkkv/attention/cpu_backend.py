@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from forkkv.attention.groups import shared_groups
 from forkkv.attention.prefill import PrefillRow, plan_prefill_row, run_prefill_row
 
 if TYPE_CHECKING:
-    from forkkv_kernels.cpu.runtime import StepWork
+    from forkkv_kernels.cpu.runtime import LayerTensors, StepWork
 
 _SHORT = 16
 """Query tokens up to which a row is computed by the kernel. Longer ones gain more from PyTorch's blocked products than
@@ -39,8 +40,12 @@ class CpuBackend(AttentionBackend):
     def __init__(self, shape: AttentionShape, cos: Tensor, sin: Tensor) -> None:
         """Compiles the kernels for `shape`, or loads them from disk."""
         super().__init__(shape, cos, sin)
-        from forkkv_kernels.cpu.runtime import CpuAttention, Heads
+        from forkkv_kernels.cpu.runtime import CpuAttention, Heads, LayerTensors
 
+        self._layer_tensors = LayerTensors
+        self._layers: WeakKeyDictionary[LayerCache, dict[bool, tuple[ResidualExpansion | None, LayerTensors]]] = (
+            WeakKeyDictionary()
+        )
         self._kernel = CpuAttention(Heads(shape.num_kv_heads, shape.heads_per_kv_head, shape.head_dim), cos, sin)
 
     @classmethod
@@ -87,14 +92,27 @@ class CpuBackend(AttentionBackend):
         return CpuMetadata(prefill, work)
 
     def run(self, q: Tensor, cache: LayerCache, expansion: ResidualExpansion | None, metadata: CpuMetadata) -> Tensor:
-        from forkkv_kernels.cpu.runtime import LayerTensors
-
         out = torch.empty(q.shape, dtype=q.dtype)
         for row in metadata.prefill:
             queries = q[row.begin : row.end]
             out[row.begin : row.end] = run_prefill_row(queries, row, cache, expansion, self.shape, self.cos, self.sin)
         if metadata.work is not None:
-            packed, b_v = (None, None) if expansion is None else (expansion.b_k_packed, expansion.b_v)
-            layer = LayerTensors(cache.k, cache.v, cache.residual, cache.k_rms, cache.residual_rms, packed, b_v)
-            self._kernel.run(q * self.shape.scale, layer, out)
+            self._kernel.run(q, self.shape.scale, self._tensors(cache, expansion), out)
         return out
+
+    def _tensors(self, cache: LayerCache, expansion: ResidualExpansion | None) -> LayerTensors:
+        """The layer as the kernel takes it, remembered as long as the cache lives."""
+        known = self._layers.setdefault(cache, {})
+        seen, layer = known.get(expansion is None, (None, None))
+        if layer is None or seen is not expansion:
+            layer = self._layer_tensors(
+                cache.k,
+                cache.v,
+                cache.residual,
+                cache.k_rms,
+                cache.residual_rms,
+                None if expansion is None else expansion.b_k_packed,
+                None if expansion is None else expansion.b_v,
+            )
+            known[expansion is None] = (expansion, layer)
+        return layer

@@ -10,6 +10,7 @@ from torch import Tensor
 from forkkv.attention.backend import LayerCache
 from forkkv.kvcache.spec import CacheSpec
 from forkkv.types import RESIDUAL_TILE, BlockCopy
+from forkkv_kernels.memory import empty_in_huge_pages
 
 
 class PagedCache:
@@ -35,8 +36,7 @@ class PagedCache:
         heads, size = spec.num_kv_heads, spec.block_size
 
         def pool(count: int, *tail: int, dtype: torch.dtype = dtype, null: float = 0.0) -> Tensor:
-            shape = (spec.num_layers, count, size, *tail)
-            tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensor = empty_in_huge_pages(spec.num_layers, count, size, *tail, dtype=dtype, device=device)
             if poison:
                 tensor.fill_(float("nan"))
             tensor[:, 0] = null

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forkkv.errors import ModelLoadError
 from forkkv.models.spec import ModelSpec
+from forkkv_kernels.memory import empty_in_huge_pages
 
 
 class RMSNorm(nn.Module):
@@ -35,7 +36,8 @@ class FusedLinear(nn.Module):
     def __init__(self, weights: list[Tensor], biases: list[Tensor] | None = None) -> None:
         """`weights`: [out, in] each, as in the checkpoint; they are copied."""
         super().__init__()
-        fused = weights[0].new_empty(weights[0].shape[1], sum(weight.shape[0] for weight in weights))
+        first, outputs = weights[0], sum(weight.shape[0] for weight in weights)
+        fused = empty_in_huge_pages(first.shape[1], outputs, dtype=first.dtype, device=first.device)
         for part, weight in zip(fused.split([weight.shape[0] for weight in weights], dim=1), weights, strict=True):
             part.copy_(weight.t())
         self.weight = nn.Parameter(fused, requires_grad=False)

@@ -8,6 +8,7 @@ and the K/V cache keep their type. A token's result never depends on what else i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from forkkv.errors import ConfigError
 from forkkv.log import get_logger
 from forkkv.models.layers import FusedLinear, TiedHead
-from forkkv_kernels.cpu.int8_format import Int8Weight, pack
+from forkkv_kernels.cpu.int8_format import Int8Weight, code_bytes, pack
+from forkkv_kernels.memory import empty_in_huge_pages
 
 logger = get_logger(__name__)
 
@@ -42,8 +44,10 @@ def choose_quantization(name: str, device: torch.device, dtype: torch.dtype) -> 
         return name
     if device.type != "cpu" or dtype != torch.float32:
         return "none"
-    from forkkv_kernels.cpu.int8 import have_dot_products
-
+    try:
+        from forkkv_kernels.cpu.int8 import have_dot_products
+    except ImportError:  # no Numba
+        return "none"
     return "int8" if have_dot_products() else "none"
 
 
@@ -57,16 +61,20 @@ def quantize_linears(model: nn.Module) -> int:
 
     if not have_dot_products():
         logger.warning("this CPU has no 8-bit dot products (VNNI): --quantization int8 saves memory, not time")
-    num_bytes = 0
-    for parent, name, old in list(_linears(model)):
+    linears = list(_linears(model))
+    # One piece of memory for all: the matrices of a small model are smaller than a large page.
+    arena = empty_in_huge_pages(sum(code_bytes(*_shape(old)) for _, _, old in linears), dtype=torch.int8)
+    num_bytes = used = 0
+    for parent, name, old in linears:
         if old.weight.device.type != "cpu":
             raise ConfigError("--quantization int8 is for CPUs")
         try:
             packed = _pack(old)
         except ValueError as error:
             raise ConfigError(f"--quantization int8: {error}") from error
-        setattr(parent, name, Int8Linear(packed))
-        num_bytes += packed.nbytes
+        place = arena[used : used + packed.codes.numel()].view_as(packed.codes)
+        setattr(parent, name, Int8Linear(replace(packed, codes=place.copy_(packed.codes))))
+        num_bytes, used = num_bytes + packed.nbytes, used + place.numel()
     return num_bytes
 
 
@@ -75,6 +83,12 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, FusedLinear | T
         for name, child in parent.named_children():
             if isinstance(child, FusedLinear | TiedHead):
                 yield parent, name, child
+
+
+def _shape(linear: FusedLinear | TiedHead) -> tuple[int, int]:
+    """(outputs, inputs)."""
+    rows, columns = linear.weight.shape
+    return (rows, columns) if isinstance(linear, TiedHead) else (columns, rows)
 
 
 @torch.no_grad()

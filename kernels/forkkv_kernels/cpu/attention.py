@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from forkkv_kernels.cpu import jit  # noqa: F401  configures Numba
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 COLUMNS = 16
 """Columns of a residual unit."""
 _HALF = TILE // 2
+_LINE = 16
+"""Floats in a cache line."""
 _ITEM, _RUN, _ENTRY, _PART = WorkTables.widths()
 
 
@@ -98,6 +101,21 @@ def _take(typingctx: Any, counter: Any) -> Any:
 
 
 @intrinsic
+def _prefetch(typingctx: Any, pointer: Any, offset: Any) -> Any:
+    """Ask for the cache line of element `offset` (of 4 bytes), into the second-level cache."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        where = builder.bitcast(Emitter(builder).at(*args), byte)
+        builder.call(function, [where, *(ir.Constant(word, value) for value in (0, 2, 1))])
+        return context.get_dummy_value()
+
+    return types.void(FLOATS, types.int64), generate
+
+
+@intrinsic
 def _pointer(typingctx: Any, block: Any) -> Any:
     """The address of a parameter block as a pointer to int64."""
 
@@ -114,37 +132,60 @@ def _memory(p, which, thread):
 
 
 @njit
-def _find_slots(p, table, begin, tokens, end, out):
-    """Flat slots of `tokens` positions from `begin`; slot 0, which holds zeros, from `end` on."""
-    block_size = p[P.BLOCK_SIZE]
-    for j in range(tokens):
-        position = begin + j
+def _find_rows(table, stride, block_size, begin, tokens, end, out):
+    """Rows of a paged cache that hold `tokens` positions from `begin`; row 0, of zeros, from `end` on. Block b is
+    `table[b * stride]`. Runs block by block: a division per token would cost as much as the token's scores."""
+    known = max(min(tokens, end - begin), 0)
+    for j in range(known, tokens):
         out[j] = 0
-        if position < end:
-            out[j] = np.int64(table[position // block_size]) * block_size + position % block_size
+    block, offset, j = begin // block_size, begin % block_size, 0
+    while j < known:
+        row, count = np.int64(table[block * stride]) * block_size + offset, min(block_size - offset, known - j)
+        for i in range(count):
+            out[j + i] = row + i
+        block, offset, j = block + 1, 0, j + count
 
 
 @njit
-def _find_rows(units, tile, width, block_size, begin, tokens, length, out):
-    """Rows (of 16 columns) of the residual cache that hold one tile of `tokens` positions; row 0 from `length` on."""
-    for j in range(tokens):
-        position = begin + j
-        out[j] = 0
-        if position < length:
-            unit = np.int64(units[(position // block_size) * width + tile])
-            out[j] = unit * block_size + position % block_size
+def _prefetch_tokens(p, item, position, count):
+    """Ask for what `count` tokens from `position` on will be read for. A tile is computed for longer than memory takes
+    to bring the next one, but unasked the processor begins only when the first load waits for it; and asked for all at
+    once it waits, too, for a place to note the lines. So every head of a tile asks for a few tokens of the next."""
+    k_cache, v_cache, residual = _floats(p, P.K_CACHE), _floats(p, P.V_CACHE), _floats(p, P.RESIDUAL)
+    block_size, width = p[P.BLOCK_SIZE], p[P.KV_HEADS] * p[P.DIM]
+    table = _ahead(_int32s(p, P.KV_TABLE), item[ITEM_ROW] * p[P.NUM_BLOCKS])
+    block, offset = position // block_size, position % block_size
+    for _ in range(min(count, item[ITEM_END] - position)):
+        begin = (np.int64(table[block]) * block_size + offset) * width
+        for line in range(begin, begin + width, _LINE):
+            _prefetch(k_cache, line)
+            _prefetch(v_cache, line)
+        for r in range(item[ITEM_RUNS]):
+            run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+            if block * block_size + offset < run[RUN_LENGTH]:
+                row = run[RUN_ROW] * p[P.NUM_BLOCKS] + block
+                for tile in range(run[RUN_K_TILES]):
+                    unit = np.int64(_int32s(p, P.K_UNITS)[row * p[P.K_WIDTH] + tile])
+                    _prefetch(residual, (unit * block_size + offset) * COLUMNS)
+                for tile in range(run[RUN_V_TILES]):
+                    unit = np.int64(_int32s(p, P.V_UNITS)[row * p[P.V_WIDTH] + tile])
+                    _prefetch(residual, (unit * block_size + offset) * COLUMNS)
+        offset += 1
+        if offset == block_size:
+            block, offset = block + 1, 0
 
 
 @njit
 def _gather_queries(p, item, out):
-    """Queries of an item's entries, [Hkv, entries * G, D]."""
-    q, entries = _floats(p, P.Q), _ahead(_int64s(p, P.ENTRIES), item[ITEM_FIRST_ENTRY] * _ENTRY)
-    kv_heads, width, count = p[P.KV_HEADS], p[P.PER_KV] * p[P.DIM], item[ITEM_ENTRIES]
+    """Scaled queries of an item's entries, [Hkv, entries * G, D]."""
+    q, scale = _floats(p, P.Q), _floats(p, P.SCALE)[0]
+    entries = _ahead(_int64s(p, P.ENTRIES), item[ITEM_FIRST_ENTRY] * _ENTRY)
+    width, count = p[P.PER_KV] * p[P.DIM], item[ITEM_ENTRIES]
     for e in range(count):
-        source = entries[e * _ENTRY + ENTRY_TOKEN] * kv_heads * width
-        for h in range(kv_heads):
+        source = entries[e * _ENTRY + ENTRY_TOKEN] * p[P.Q_STRIDE]
+        for h in range(p[P.KV_HEADS]):
             for d in range(width):
-                out[(h * count + e) * width + d] = q[source + h * width + d]
+                out[(h * count + e) * width + d] = q[source + h * width + d] * scale
 
 
 @njit
@@ -161,35 +202,50 @@ def _norm_factors(p, slots, rows, h, out):
 
 
 @njit
-def _turn_base(p, slots, out):
-    """Base keys of one tile, turned: [Hkv, D, TILE]."""
+def _turn_base(p, item, ahead, step, slots, out):
+    """Base keys of one tile, turned: [Hkv, D, TILE]. Meanwhile asks for `step` tokens from `ahead` on per column."""
     k_cache, width = _floats(p, P.K_CACHE), p[P.KV_HEADS] * p[P.DIM]
     for c in range(0, width, COLUMNS):
+        _prefetch_tokens(p, item, ahead, step)
+        ahead += step
         turn(k_cache, slots, 0, width, c, out, c * TILE)
         turn(k_cache, slots, _HALF, width, c, out, c * TILE + _HALF)
 
 
 @njit
 def _turn_residual(p, run, position, rows, out):
-    """rK of one tile and run, turned: [rank, TILE]; leaves the rows of the first rank tile in `rows`."""
+    """rK of one tile and run, turned: [rank, TILE]."""
     residual, width = _floats(p, P.RESIDUAL), p[P.K_WIDTH]
     units = _ahead(_int32s(p, P.K_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
-    for tile in range(run[RUN_K_TILES] - 1, -1, -1):
-        _find_rows(units, tile, width, p[P.BLOCK_SIZE], position, TILE, run[RUN_LENGTH], rows)
+    for tile in range(run[RUN_K_TILES]):
+        _find_rows(_ahead(units, tile), width, p[P.BLOCK_SIZE], position, TILE, run[RUN_LENGTH], rows)
         turn(residual, rows, 0, COLUMNS, 0, out, tile * COLUMNS * TILE)
         turn(residual, rows, _HALF, COLUMNS, 0, out, tile * COLUMNS * TILE + _HALF)
 
 
 @njit
-def _expand_keys(p, run, position, h, slots, rows, thread):
-    """Keys of one tile, run and head, from what `_turn_base` and `_turn_residual` left, into the buffer of keys."""
+def _turn_residuals(p, item, position, rows, out):
+    """rK of one tile and all runs of an item, one behind the other."""
+    for r in range(item[ITEM_RUNS]):
+        run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+        if run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]:
+            _turn_residual(p, run, position, rows, out)
+        out = _ahead(out, run[RUN_K_TILES] * COLUMNS * TILE)
+
+
+@njit
+def _expand_keys(p, run, position, h, turned, slots, rows, thread):
+    """Keys of one tile, run and head, from what was turned, into the buffer of keys."""
     factors, factors_at, dim = _memory(p, P.FACTORS_AT, thread), -1, p[P.DIM]
     if p[P.K_RMS] != 0:
+        width = p[P.K_WIDTH]
+        units = _ahead(_int32s(p, P.K_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
+        _find_rows(units, width, p[P.BLOCK_SIZE], position, TILE, run[RUN_LENGTH], rows)
         _norm_factors(p, slots, rows, h, factors)
         factors_at = 0
     expand_keys(
         dim,
-        _memory(p, P.TURNED_AT, thread),
+        turned,
         0,
         run[RUN_K_TILES] * COLUMNS,
         _floats(p, P.B_K),
@@ -209,28 +265,34 @@ def _expand_keys(p, run, position, h, slots, rows, thread):
 
 @njit
 def _score(p, item, position, at, thread):
-    """Scores of all queries of an item with the tile from `position`, into columns `at` of [Hkv, queries, CHUNK]."""
+    """Scores of all queries of an item with the tile from `position`, into columns `at` of [Hkv, queries, CHUNK]. Head
+    by head, so that the head's base keys stay in the first cache for all runs."""
     kv_heads, per_kv, dim = p[P.KV_HEADS], p[P.PER_KV], p[P.DIM]
     queries, scores = _memory(p, P.QUERIES_AT, thread), _memory(p, P.SCORES_AT, thread)
     base, keys = _memory(p, P.BASE_AT, thread), _memory(p, P.KEYS_AT, thread)
     index = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
     slots, rows = _ahead(index, at), _ahead(index, CHUNK)
-    total, first = item[ITEM_ENTRIES] * per_kv, 0
-    _turn_base(p, slots, base)
-    for r in range(item[ITEM_RUNS]):
-        run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
-        count = run[RUN_ENTRIES] * per_kv
-        expand = run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]
-        if expand:
-            _turn_residual(p, run, position, rows, _memory(p, P.TURNED_AT, thread))
-        for h in range(kv_heads):
-            own = h * total + first
-            if expand:
-                _expand_keys(p, run, position, h, slots, rows, thread)
+    columns = kv_heads * dim // COLUMNS
+    parts = item[ITEM_RUNS] * kv_heads + columns
+    ahead, step = position + TILE, (TILE + parts - 1) // parts
+    _turn_base(p, item, ahead, step, slots, base)
+    ahead += columns * step
+    _turn_residuals(p, item, position, rows, _memory(p, P.TURNED_AT, thread))
+    for h in range(kv_heads):
+        turned, own = _memory(p, P.TURNED_AT, thread), h * item[ITEM_ENTRIES] * per_kv
+        for r in range(item[ITEM_RUNS]):
+            run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+            count = run[RUN_ENTRIES] * per_kv
+            if ahead < position + 2 * TILE:
+                _prefetch_tokens(p, item, ahead, step)
+                ahead += step
+            if run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]:
+                _expand_keys(p, run, position, h, turned, slots, rows, thread)
                 score_tile(dim, keys, 0, queries, own * dim, count, scores, own * CHUNK + at, CHUNK)
             else:
                 score_tile(dim, base, h * dim * TILE, queries, own * dim, count, scores, own * CHUNK + at, CHUNK)
-        first += count
+            turned = _ahead(turned, run[RUN_K_TILES] * COLUMNS * TILE)
+            own += count
 
 
 @njit
@@ -279,7 +341,7 @@ def _mix_residual(p, item, begin, tokens, thread):
         count, length = run[RUN_ENTRIES] * per_kv, max(min(tokens, run[RUN_LENGTH] - begin), 0)
         units = _ahead(_int32s(p, P.V_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
         for tile in range(run[RUN_V_TILES]):
-            _find_rows(units, tile, width, p[P.BLOCK_SIZE], begin, length, run[RUN_LENGTH], rows)
+            _find_rows(_ahead(units, tile), width, p[P.BLOCK_SIZE], begin, length, run[RUN_LENGTH], rows)
             for h in range(kv_heads):
                 own = h * total + first
                 mix_values(
@@ -333,7 +395,7 @@ def _run_item(p, i, thread):
     slots = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
     for begin in range(item[ITEM_BEGIN], item[ITEM_END], CHUNK):
         tokens = min(CHUNK, item[ITEM_END] - begin)
-        _find_slots(p, table, begin, CHUNK, item[ITEM_END], slots)
+        _find_rows(table, 1, p[P.BLOCK_SIZE], begin, CHUNK, item[ITEM_END], slots)
         for at in range(0, tokens, TILE):
             _score(p, item, begin + at, at, thread)
         _hide(p, item, begin, (tokens + TILE - 1) // TILE * TILE, _memory(p, P.SCORES_AT, thread))

@@ -80,6 +80,11 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
     return Int8Weight(panels, columns, ins, outs)
 
 
+def code_bytes(outs: int, ins: int) -> int:
+    """Bytes of the packed codes of a matrix [outs, ins]."""
+    return _up(outs, CHANNEL_STEP) * _up(ins, DEPTH_STEP)
+
+
 def unpack(weight: Int8Weight) -> Tensor:
     """The codes as int8 [out, in]."""
     codes = weight.codes.transpose(1, 2).reshape(-1, weight.depth)

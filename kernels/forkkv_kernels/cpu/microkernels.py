@@ -77,29 +77,12 @@ def _expand_keys(
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         emit = Emitter(builder)
-        half = builder.lshr(args[0], emit.const(1))
-        residual, b, cos, sin, base, factors, out = (args[1], args[4], args[7], args[8], args[11], args[13], args[15])
-        scaled = builder.icmp_signed(">=", args[14], emit.const(0))
-        where = builder.select(scaled, args[14], emit.const(0))
-        with emit.loop(half, PAIRS) as i:
-            group = builder.add(args[5], builder.mul(emit.times(i, 2), args[6]))
-            sums = _expand_group(emit, residual, args[2], args[3], b, group)
-            for p in range(PAIRS):
-                low, high = emit.times(emit.sum(i, p), TILE), emit.times(emit.sum(i, p, half), TILE)
-                rope = builder.add(args[9], builder.mul(emit.sum(i, p), args[10]))
-                for j in range(_VECTORS):
-                    cos_at, sin_at = (emit.load(table, rope, j * WIDTH) for table in (cos, sin))
-                    one, two = sums[p * _VECTORS + j].get(), sums[(PAIRS + p) * _VECTORS + j].get()
-                    base_low, base_high = (emit.load(base, args[12], at, j * WIDTH) for at in (low, high))
-                    turned = emit.fnma(two, sin_at, builder.fmul(one, cos_at))
-                    turned_high = emit.fma(one, sin_at, builder.fmul(two, cos_at))
-                    for at, own, more in ((low, base_low, turned), (high, base_high, turned_high)):
-                        result = Variable(builder, builder.fadd(own, more))
-                        with builder.if_then(scaled, likely=False):
-                            own_factor = emit.load(factors, where, j * WIDTH)
-                            more_factor = emit.load(factors, where, TILE + j * WIDTH)
-                            result.set(emit.fma(own, own_factor, builder.fmul(more, more_factor)))
-                        emit.store(result.get(), out, at, j * WIDTH)
+        # Two loops, so that models without QK-norm do not branch at every vector.
+        with builder.if_else(builder.icmp_signed(">=", args[14], emit.const(0))) as (scaled, plain):
+            with scaled:
+                _expand_tile(emit, args, scaled=True)
+            with plain:
+                _expand_tile(emit, args, scaled=False)
         return context.get_dummy_value()
 
     ints = types.int64
@@ -107,6 +90,31 @@ def _expand_keys(
         ints, FLOATS, ints, ints, FLOATS, ints, ints, FLOATS, FLOATS, ints, ints, FLOATS, ints, FLOATS, ints, FLOATS
     )
     return signature, generate
+
+
+def _expand_tile(emit: Emitter, args: list[ir.Value], scaled: bool) -> None:
+    """The loop of `_expand_keys` over groups of rotation pairs, with or without the factors of QK-norm."""
+    builder, half = emit.builder, emit.builder.lshr(args[0], emit.const(1))
+    residual, b, cos, sin, base, factors, out = (args[1], args[4], args[7], args[8], args[11], args[13], args[15])
+    with emit.loop(half, PAIRS) as i:
+        group = builder.add(args[5], builder.mul(emit.times(i, 2), args[6]))
+        sums = _expand_group(emit, residual, args[2], args[3], b, group)
+        for p in range(PAIRS):
+            low, high = emit.times(emit.sum(i, p), TILE), emit.times(emit.sum(i, p, half), TILE)
+            rope = builder.add(args[9], builder.mul(emit.sum(i, p), args[10]))
+            for j in range(_VECTORS):
+                cos_at, sin_at = (emit.load(table, rope, j * WIDTH) for table in (cos, sin))
+                one, two = sums[p * _VECTORS + j].get(), sums[(PAIRS + p) * _VECTORS + j].get()
+                own_low, own_high = (emit.load(base, args[12], at, j * WIDTH) for at in (low, high))
+                if scaled:
+                    own_factor = emit.load(factors, args[14], j * WIDTH)
+                    factor = emit.load(factors, args[14], TILE + j * WIDTH)
+                    own_low, own_high = builder.fmul(own_low, own_factor), builder.fmul(own_high, own_factor)
+                    one, two = builder.fmul(one, factor), builder.fmul(two, factor)
+                turned_low = emit.fnma(two, sin_at, emit.fma(one, cos_at, own_low))
+                turned_high = emit.fma(one, sin_at, emit.fma(two, cos_at, own_high))
+                emit.store(turned_low, out, low, j * WIDTH)
+                emit.store(turned_high, out, high, j * WIDTH)
 
 
 def _expand_group(

@@ -50,7 +50,7 @@ def residual_attention_cpu(
     layer = LayerTensors(k_cache, v_cache, units, residual.get("k_rms"), residual.get("residual_rms"), b_k, b_v)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
     kernel.begin(work)
-    kernel.run(q * scale, layer, out, lse)
+    kernel.run(q.contiguous(), scale, layer, out, lse)
     return (out, lse) if return_lse else out
 
 

@@ -12,7 +12,8 @@ Buffers are C-contiguous, of float32 where nothing else is said. Sizes:
 
 Inputs and results of one layer:
 
-    Q, OUT                  [T, H, D], queries scaled; LSE [T, H] or address 0: not wanted
+    Q, OUT                  [T, H, D], tokens of Q Q_STRIDE apart; LSE [T, H] or address 0: not wanted
+    SCALE                   one number that scores are multiplied with
     K_CACHE, V_CACHE        [num_blocks, block_size, Hkv, D]; RESIDUAL [num_units, block_size, 16]
     K_RMS, RESIDUAL_RMS     [num_blocks or num_units, block_size, Hkv], or 0: no QK-norm
     B_K                     `pack_b_k`'s layout; B_V [slots, R, Hkv * D]
@@ -40,5 +41,5 @@ Q, OUT, LSE, K_CACHE, V_CACHE, RESIDUAL, K_RMS, RESIDUAL_RMS, B_K, B_V, COS, SIN
 KV_TABLE, K_UNITS, V_UNITS, ITEMS, RUNS, ENTRIES, TOKENS, PART_BEGIN, PARTS = range(25, 34)
 PARTIALS, STATES, SCRATCH, SCRATCH_SIZE, INDEX, INDEX_SIZE = range(34, 40)
 QUERIES_AT, BASE_AT, KEYS_AT, TURNED_AT, FACTORS_AT, SCORES_AT, MIXED_AT = range(40, 47)
-NEXT_THREAD, NEXT_ITEM, NEXT_TOKEN = range(47, 50)
-COUNT = 50
+NEXT_THREAD, NEXT_ITEM, NEXT_TOKEN, SCALE, Q_STRIDE = range(47, 52)
+COUNT = 52

@@ -61,7 +61,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class WorkPlan:
-    """`tables` for the kernel, and the sizes of the buffers that it needs (units of Hq rows, entries, columns)."""
+    """`tables` for the kernel, and the sizes of the buffers that it needs: units of Hq rows, entries of an item,
+    columns of the K residuals of an item together, of the widest V residual."""
 
     tables: WorkTables
     num_partials: int
@@ -123,6 +124,7 @@ class _Builder:
         self._entries: list[tuple[int, ...]] = []
         self._parts: dict[int, list[tuple[int, ...]]] = {}
         self._partials = 0
+        self._max_k_tiles = 0
 
     def residual(self, row: int) -> tuple[int, int, bytes]:
         """Equal for rows that read the same residual: (slot, length, units)."""
@@ -154,6 +156,7 @@ class _Builder:
             self._runs.append((last - first, row, self._slots[row], *tiles, reads))
             cost += 16 * tiles[0] + 4 if reads > begin else 0
         entries, runs = len(self._entries) - first_entry, len(self._runs) - first_run
+        self._max_k_tiles = max(self._max_k_tiles, sum(run[RUN_K_TILES] for run in self._runs[first_run:]))
         return _Span(members[0], begin, end, first_entry, entries, first_run, runs, cost * (end - begin))
 
     def add(self, span: _Span, begin: int, end: int) -> None:
@@ -182,7 +185,7 @@ class _Builder:
             ),
             self._partials,
             max(row[ITEM_ENTRIES] for row in self._items),
-            16 * max(row[RUN_K_TILES] for row in self._runs),
+            16 * self._max_k_tiles,
             16 * max(row[RUN_V_TILES] for row in self._runs),
         )
 

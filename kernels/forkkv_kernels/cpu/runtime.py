@@ -27,19 +27,29 @@ class Heads:
     dim: int
 
 
-@dataclass(frozen=True, slots=True)
 class LayerTensors:
     """One layer as `residual_attention` takes it, float32 and contiguous: k, v [num_blocks, block_size, Hkv, D],
     residual [num_units, block_size, 16], rms tensors with QK-norm; b_k in `pack_b_k`'s layout, b_v [slots, R, Hkv * D],
-    None where no row reads residuals."""
+    None where no row reads residuals. Addresses are taken now: the tensors may be written to, not moved."""
 
-    k: Tensor
-    v: Tensor
-    residual: Tensor
-    k_rms: Tensor | None = None
-    residual_rms: Tensor | None = None
-    b_k: Tensor | None = None
-    b_v: Tensor | None = None
+    __slots__ = ("addresses", "b_rank", "block_size", "tensors")
+
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        residual: Tensor,
+        k_rms: Tensor | None = None,
+        residual_rms: Tensor | None = None,
+        b_k: Tensor | None = None,
+        b_v: Tensor | None = None,
+    ) -> None:
+        self.tensors = (k, v, residual, k_rms, residual_rms, b_k, b_v)
+        # In the order of the block from K_CACHE on. Between two calls little of Python is still in the processor's
+        # caches, so every line that runs once a layer costs.
+        self.addresses = array("q", [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors])
+        self.block_size = k.shape[1]
+        self.b_rank = 0 if b_v is None else b_v.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +91,10 @@ class CpuAttention:
         self._block = array("q", bytes(8 * P.COUNT))
         self._buffers: tuple[np.ndarray, ...] = ()
         self._fits = (0, 0, 0, 0)
+        self._scale = array("f", [1.0])
         self._set(THREADS=self.threads, KV_HEADS=heads.num_kv, PER_KV=heads.per_kv, DIM=heads.dim)
         self._set(COS=self._rope[0], SIN=self._rope[1], ROPE_STRIDE=cos.shape[0] + TILE)
+        self._set(SCALE=self._scale.buffer_info()[0])
         self._attend, self._finish = kernels()
 
     def plan(self, rows: Rows, groups: Sequence[tuple[int, Sequence[int]]], kv_table: np.ndarray) -> StepWork:
@@ -103,18 +115,18 @@ class CpuAttention:
         self._set(NUM_ITEMS=len(tables.items), NUM_TOKENS=len(tables.tokens))
         self._reserve(work.plan)
 
-    def run(self, q: Tensor, layer: LayerTensors, out: Tensor, lse: Tensor | None = None) -> None:
-        """Write attention of the planned query tokens to out (and lse [T, H]) for q, already scaled; q, out [T, H, D],
-        all contiguous float32."""
-        self._set(Q=q, OUT=out, LSE=0 if lse is None else lse, BLOCK_SIZE=layer.k.shape[1])
-        self._set(K_CACHE=layer.k, V_CACHE=layer.v, RESIDUAL=layer.residual)
-        if layer.k_rms is not None and layer.residual_rms is not None:
-            self._set(K_RMS=layer.k_rms, RESIDUAL_RMS=layer.residual_rms)
-        if layer.b_k is not None and layer.b_v is not None:
-            self._set(B_K=layer.b_k, B_V=layer.b_v, B_RANK=layer.b_v.shape[1])
-        self._set(NEXT_THREAD=0, NEXT_ITEM=0, NEXT_TOKEN=0)
-        self._attend(self._block, self.threads)
-        self._finish(self._block, self.threads)
+    def run(self, q: Tensor, scale: float, layer: LayerTensors, out: Tensor, lse: Tensor | None = None) -> None:
+        """Write attention of the planned query tokens to out (and lse [T, H]) for q; q, out [T, H, D] float32, out
+        contiguous, q within a token."""
+        block = self._block
+        block[P.K_CACHE : P.B_V + 1] = layer.addresses
+        block[P.BLOCK_SIZE], block[P.B_RANK] = layer.block_size, layer.b_rank
+        block[P.Q], block[P.Q_STRIDE], block[P.OUT] = q.data_ptr(), q.stride(0), out.data_ptr()
+        block[P.LSE] = 0 if lse is None else lse.data_ptr()
+        self._scale[0] = scale
+        block[P.NEXT_THREAD] = block[P.NEXT_ITEM] = block[P.NEXT_TOKEN] = 0
+        self._attend(block, self.threads)
+        self._finish(block, self.threads)
 
     def _set(self, **values: int | Tensor | np.ndarray) -> None:
         """Write sizes and addresses into the parameter block."""
