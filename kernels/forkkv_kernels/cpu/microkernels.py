@@ -24,7 +24,11 @@ TILE = 32
 PAIRS = 4
 """Rotation pairs (dimensions i and i + D / 2) that one pass of the expansion completes."""
 _VECTORS = TILE // WIDTH
+_UNROLL = 4
+"""Columns of a residual (a multiple of 16) per turn of the expansion's loop."""
 _MAX_QUERIES = 6
+_IN_FLIGHT = 8
+"""Sums that keep the multipliers busy: two units, four cycles each."""
 _SLICE = 4
 """Value vectors (64 dimensions) whose accumulators are in registers at a time; for 6 queries that takes 24."""
 
@@ -122,13 +126,15 @@ def _expand_group(
 ) -> list[Variable]:
     """rK @ B_k for PAIRS dimensions and their partners (their weights from `group`), times TILE tokens."""
     sums = emit.variables([emit.fixed(0.0)] * (2 * PAIRS * _VECTORS))
-    with emit.loop(rank) as r:
-        tokens = [emit.load(residual, residual_at, emit.times(r, TILE), j * WIDTH) for j in range(_VECTORS)]
-        for d in range(2 * PAIRS):
-            weight = emit.broadcast(b, group, emit.times(r, 2 * PAIRS), d)
-            for j in range(_VECTORS):
-                place = sums[d * _VECTORS + j]
-                place.set(emit.fma(weight, tokens[j], place.get()))
+    with emit.loop(rank, _UNROLL) as r:
+        for u in range(_UNROLL):
+            row, weights = emit.times(emit.sum(r, u), TILE), emit.times(emit.sum(r, u), 2 * PAIRS)
+            tokens = [emit.load(residual, residual_at, row, j * WIDTH) for j in range(_VECTORS)]
+            for d in range(2 * PAIRS):
+                weight = emit.broadcast(b, group, weights, d)
+                for j in range(_VECTORS):
+                    place = sums[d * _VECTORS + j]
+                    place.set(emit.fma(weight, tokens[j], place.get()))
     return sums
 
 
@@ -255,23 +261,37 @@ def _mix_values(
                 for i in range(queries)
             ]
             begins = [builder.add(args[8], builder.mul(emit.sum(first, i), args[9])) for i in range(queries)]
-            sums = []
+            # A sum takes its next term only when the last one is done: few sums wait, unless each is cut in several.
+            chains = max(1, _IN_FLIGHT // (queries * vectors))
+            sums = [emit.variables([emit.fixed(0.0)] * (queries * vectors)) for _ in range(chains)]
             for i, place in enumerate(places):
                 scale = emit.broadcast(factor, args[11], emit.sum(first, i))
-                sums.append(
-                    emit.variables([builder.fmul(scale, emit.load(dst, place, v * WIDTH)) for v in range(vectors)])
-                )
-            with emit.loop(args[3]) as t:
+                for v in range(vectors):
+                    sums[0][i * vectors + v].set(builder.fmul(scale, emit.load(dst, place, v * WIDTH)))
+
+            def add(t: ir.Value, chain: list[Variable]) -> None:
                 begin = builder.mul(emit.scalar(index, args[2], t), args[4])
                 begin = builder.add(builder.add(begin, args[5]), column)
                 row = [emit.load(source, begin, v * WIDTH) for v in range(vectors)]
                 for i in range(queries):
                     prob = emit.broadcast(weight, begins[i], t)
                     for v in range(vectors):
-                        sums[i][v].set(emit.fma(prob, row[v], sums[i][v].get()))
+                        place = chain[i * vectors + v]
+                        place.set(emit.fma(prob, row[v], place.get()))
+
+            rounds = builder.mul(builder.sdiv(args[3], emit.const(chains)), emit.const(chains))
+            with emit.loop(rounds, chains) as t:
+                for c, chain in enumerate(sums):
+                    add(emit.sum(t, c), chain)
+            if chains > 1:
+                with emit.loop(builder.sub(args[3], rounds)) as t:
+                    add(builder.add(rounds, t), sums[0])
             for i, place in enumerate(places):
                 for v in range(vectors):
-                    emit.store(sums[i][v].get(), dst, place, v * WIDTH)
+                    total = sums[0][i * vectors + v].get()
+                    for chain in sums[1:]:
+                        total = builder.fadd(total, chain[i * vectors + v].get())
+                    emit.store(total, dst, place, v * WIDTH)
 
         def all_queries(column: ir.Value, vectors: int) -> None:
             _in_groups(emit, args[12], _MAX_QUERIES, lambda first, queries: body(first, queries, column, vectors))
