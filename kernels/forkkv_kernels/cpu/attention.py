@@ -28,7 +28,7 @@ from numba.extending import intrinsic
 from forkkv_kernels.cpu import jit  # noqa: F401  configures Numba
 from forkkv_kernels.cpu import parameters as P
 from forkkv_kernels.cpu.codegen import FLOATS, INT32S, INT64S, Emitter
-from forkkv_kernels.cpu.microkernels import expand_keys, mix_values, score_tile, soften, turn
+from forkkv_kernels.cpu.microkernels import expand_and_score, mix_values, score_tile, soften, turn
 from forkkv_kernels.cpu.plan import (
     CHUNK,
     ENTRY_LIMIT,
@@ -234,8 +234,9 @@ def _turn_residuals(p, item, position, rows, out):
 
 
 @njit
-def _expand_keys(p, run, position, h, turned, slots, rows, thread):
-    """Keys of one tile, run and head, from what was turned, into the buffer of keys."""
+def _expand_and_score(p, run, position, h, turned, slots, rows, query, count, out, thread):
+    """Scores of `count` queries from number `query` on with one tile of a run's own keys, from what was turned, to
+    elements `out` on, CHUNK apart."""
     factors, factors_at, dim = _memory(p, P.FACTORS_AT, thread), -1, p[P.DIM]
     if p[P.K_RMS] != 0:
         width = p[P.K_WIDTH]
@@ -243,24 +244,13 @@ def _expand_keys(p, run, position, h, turned, slots, rows, thread):
         _find_rows(units, width, p[P.BLOCK_SIZE], position, TILE, run[RUN_LENGTH], rows)
         _norm_factors(p, slots, rows, h, factors)
         factors_at = 0
-    expand_keys(
-        dim,
-        turned,
-        0,
-        run[RUN_K_TILES] * COLUMNS,
-        _floats(p, P.B_K),
-        (run[RUN_SLOT] * p[P.KV_HEADS] + h) * dim * p[P.B_RANK],
-        p[P.B_RANK],
-        _floats(p, P.COS),
-        _floats(p, P.SIN),
-        position,
-        p[P.ROPE_STRIDE],
-        _memory(p, P.BASE_AT, thread),
-        h * dim * TILE,
-        factors,
-        factors_at,
-        _memory(p, P.KEYS_AT, thread),
-    )
+    b_at = (run[RUN_SLOT] * p[P.KV_HEADS] + h) * dim * p[P.B_RANK]
+    expand_and_score(
+        dim, turned, 0, run[RUN_K_TILES] * COLUMNS, _floats(p, P.B_K), b_at, p[P.B_RANK],
+        _floats(p, P.COS), _floats(p, P.SIN), position, p[P.ROPE_STRIDE], _memory(p, P.BASE_AT, thread), h * dim * TILE,
+        factors, factors_at, _memory(p, P.KEYS_AT, thread),
+        _memory(p, P.QUERIES_AT, thread), query * dim, count, _memory(p, P.SCORES_AT, thread), out, CHUNK,
+    )  # fmt: skip
 
 
 @njit
@@ -269,7 +259,7 @@ def _score(p, item, position, at, thread):
     by head, so that the head's base keys stay in the first cache for all runs."""
     kv_heads, per_kv, dim = p[P.KV_HEADS], p[P.PER_KV], p[P.DIM]
     queries, scores = _memory(p, P.QUERIES_AT, thread), _memory(p, P.SCORES_AT, thread)
-    base, keys = _memory(p, P.BASE_AT, thread), _memory(p, P.KEYS_AT, thread)
+    base = _memory(p, P.BASE_AT, thread)
     index = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
     slots, rows = _ahead(index, at), _ahead(index, CHUNK)
     columns = kv_heads * dim // COLUMNS
@@ -287,8 +277,7 @@ def _score(p, item, position, at, thread):
                 _prefetch_tokens(p, item, ahead, step)
                 ahead += step
             if run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]:
-                _expand_keys(p, run, position, h, turned, slots, rows, thread)
-                score_tile(dim, keys, 0, queries, own * dim, count, scores, own * CHUNK + at, CHUNK)
+                _expand_and_score(p, run, position, h, turned, slots, rows, own, count, own * CHUNK + at, thread)
             else:
                 score_tile(dim, base, h * dim * TILE, queries, own * dim, count, scores, own * CHUNK + at, CHUNK)
             turned = _ahead(turned, run[RUN_K_TILES] * COLUMNS * TILE)

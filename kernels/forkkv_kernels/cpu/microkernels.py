@@ -21,6 +21,8 @@ from forkkv_kernels.cpu.codegen import FLOATS, INT64S, WIDTH, Emitter, Variable
 
 TILE = 32
 """Tokens in a tile."""
+FUSED = 4
+"""Queries whose scores are added up while keys are expanded: 8 accumulators beside the 16 of the expansion."""
 PAIRS = 4
 """Rotation pairs (dimensions i and i + D / 2) that one pass of the expansion completes."""
 _VECTORS = TILE // WIDTH
@@ -52,7 +54,7 @@ def _turn(typingctx: Any, source: Any, rows: Any, first: Any, size: Any, shift: 
 
 
 @intrinsic
-def _expand_keys(
+def _expand_and_score(
     typingctx: Any,
     dim: Any,
     residual: Any,
@@ -70,8 +72,17 @@ def _expand_keys(
     factors: Any,
     factors_at: Any,
     out: Any,
+    q: Any,
+    q_at: Any,
+    count: Any,
+    scores: Any,
+    scores_at: Any,
+    scores_stride: Any,
 ) -> Any:
-    """Keys of one tile and one KV head: out = base + RoPE(rK @ B_k), turned [D, TILE].
+    """Scores of `count` queries with the keys of one tile and KV head, base + RoPE(rK @ B_k), turned [D, TILE].
+
+    Up to FUSED queries take every key as it leaves the registers; for more the keys are written to `out` and read by
+    `_score_tile`. Queries and scores as there.
 
     residual: turned rK [rank, TILE] from `residual_at`; b: one slot and head of `pack_b_k`'s layout, made for
     `b_rank` columns, from `b_at`; cos, sin turned [D / 2, positions], dimension stride `rope_stride`, from `rope_at`;
@@ -81,44 +92,82 @@ def _expand_keys(
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         emit = Emitter(builder)
-        # Two loops, so that models without QK-norm do not branch at every vector.
-        with builder.if_else(builder.icmp_signed(">=", args[14], emit.const(0))) as (scaled, plain):
-            with scaled:
-                _expand_tile(emit, args, scaled=True)
-            with plain:
-                _expand_tile(emit, args, scaled=False)
+        count = args[18]
+        # Loops of their own, so that models without QK-norm do not branch at every vector.
+        scaled = builder.icmp_signed(">=", args[14], emit.const(0))
+        many = builder.or_(scaled, builder.icmp_signed(">", count, emit.const(FUSED)))
+        with builder.if_then(scaled, likely=False):
+            _expand_tile(emit, args, scaled=True)
+        with builder.if_then(builder.and_(many, builder.not_(scaled))):
+            _expand_tile(emit, args)
+        with builder.if_then(many):
+            _emit_scores(emit, args[0], args[15], emit.const(0), *args[16:22])
+        for n in range(1, FUSED + 1):
+            with builder.if_then(builder.and_(builder.not_(many), builder.icmp_signed("==", count, emit.const(n)))):
+                _expand_tile(emit, args, queries=n)
         return context.get_dummy_value()
 
     ints = types.int64
     signature = types.void(
-        ints, FLOATS, ints, ints, FLOATS, ints, ints, FLOATS, FLOATS, ints, ints, FLOATS, ints, FLOATS, ints, FLOATS
-    )
+        ints, FLOATS, ints, ints, FLOATS, ints, ints, FLOATS, FLOATS, ints, ints, FLOATS, ints, FLOATS, ints, FLOATS,
+        FLOATS, ints, ints, FLOATS, ints, ints,
+    )  # fmt: skip
     return signature, generate
 
 
-def _expand_tile(emit: Emitter, args: list[ir.Value], scaled: bool) -> None:
-    """The loop of `_expand_keys` over groups of rotation pairs, with or without the factors of QK-norm."""
+def _expand_tile(emit: Emitter, args: list[ir.Value], scaled: bool = False, queries: int = 0) -> None:
+    """The loop of `_expand_and_score` over groups of rotation pairs, with or without the factors of QK-norm. `queries`:
+    add up their scores and store those; 0: store the keys."""
     builder, half = emit.builder, emit.builder.lshr(args[0], emit.const(1))
-    residual, b, cos, sin, base, factors, out = (args[1], args[4], args[7], args[8], args[11], args[13], args[15])
+    begins = [builder.add(args[17], builder.mul(emit.const(n), args[0])) for n in range(queries)]
+    scores = emit.variables([emit.fixed(0.0)] * (queries * _VECTORS))
     with emit.loop(half, PAIRS) as i:
         group = builder.add(args[5], builder.mul(emit.times(i, 2), args[6]))
-        sums = _expand_group(emit, residual, args[2], args[3], b, group)
+        sums = _expand_group(emit, args[1], args[2], args[3], args[4], group)
         for p in range(PAIRS):
-            low, high = emit.times(emit.sum(i, p), TILE), emit.times(emit.sum(i, p, half), TILE)
-            rope = builder.add(args[9], builder.mul(emit.sum(i, p), args[10]))
-            for j in range(_VECTORS):
-                cos_at, sin_at = (emit.load(table, rope, j * WIDTH) for table in (cos, sin))
-                one, two = sums[p * _VECTORS + j].get(), sums[(PAIRS + p) * _VECTORS + j].get()
-                own_low, own_high = (emit.load(base, args[12], at, j * WIDTH) for at in (low, high))
-                if scaled:
-                    own_factor = emit.load(factors, args[14], j * WIDTH)
-                    factor = emit.load(factors, args[14], TILE + j * WIDTH)
-                    own_low, own_high = builder.fmul(own_low, own_factor), builder.fmul(own_high, own_factor)
-                    one, two = builder.fmul(one, factor), builder.fmul(two, factor)
-                turned_low = emit.fnma(two, sin_at, emit.fma(one, cos_at, own_low))
-                turned_high = emit.fma(one, sin_at, emit.fma(two, cos_at, own_high))
-                emit.store(turned_low, out, low, j * WIDTH)
-                emit.store(turned_high, out, high, j * WIDTH)
+            low = emit.sum(i, p)
+            high = builder.add(low, half)
+            keys = _complete_pair(emit, args, low, high, sums[p * _VECTORS :], sums[(PAIRS + p) * _VECTORS :], scaled)
+            for d, tile in zip((low, high), keys, strict=True):
+                for j, key in enumerate(tile):
+                    if not queries:
+                        emit.store(key, args[15], emit.times(d, TILE), j * WIDTH)
+                for n, begin in enumerate(begins):
+                    value = emit.broadcast(args[16], begin, d)
+                    for j, key in enumerate(tile):
+                        place = scores[n * _VECTORS + j]
+                        place.set(emit.fma(value, key, place.get()))
+    for n in range(queries):
+        to = builder.add(args[20], builder.mul(emit.const(n), args[21]))
+        for j in range(_VECTORS):
+            emit.store(scores[n * _VECTORS + j].get(), args[19], to, j * WIDTH)
+
+
+def _complete_pair(
+    emit: Emitter,
+    args: list[ir.Value],
+    low: ir.Value,
+    high: ir.Value,
+    ones: list[Variable],
+    twos: list[Variable],
+    scaled: bool,
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Keys of dimensions `low` and `high`, rotation partners, from their expansions: vectors of the tile's tokens."""
+    builder, cos, sin, base, factors = emit.builder, args[7], args[8], args[11], args[13]
+    rope = builder.add(args[9], builder.mul(low, args[10]))
+    keys: tuple[list[ir.Value], list[ir.Value]] = ([], [])
+    for j in range(_VECTORS):
+        cos_at, sin_at = (emit.load(table, rope, j * WIDTH) for table in (cos, sin))
+        one, two = ones[j].get(), twos[j].get()
+        own_low, own_high = (emit.load(base, args[12], emit.times(d, TILE), j * WIDTH) for d in (low, high))
+        if scaled:
+            own_factor = emit.load(factors, args[14], j * WIDTH)
+            factor = emit.load(factors, args[14], TILE + j * WIDTH)
+            own_low, own_high = builder.fmul(own_low, own_factor), builder.fmul(own_high, own_factor)
+            one, two = builder.fmul(one, factor), builder.fmul(two, factor)
+        keys[0].append(emit.fnma(two, sin_at, emit.fma(one, cos_at, own_low)))
+        keys[1].append(emit.fma(one, sin_at, emit.fma(two, cos_at, own_high)))
+    return keys
 
 
 def _expand_group(
@@ -157,36 +206,51 @@ def _score_tile(
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        emit = Emitter(builder)
-        k, source, dst = (args[1], args[3], args[6])
-
-        def body(first: ir.Value, queries: int) -> None:
-            chains = 1 if queries > 2 else 2
-            sums = emit.variables([emit.fixed(0.0)] * (queries * _VECTORS * chains))
-            begins = [builder.add(args[4], builder.mul(emit.sum(first, i), args[0])) for i in range(queries)]
-            with emit.loop(args[0], chains) as d:
-                for chain in range(chains):
-                    tile = emit.sum(args[2], emit.times(d, TILE), chain * TILE)
-                    tokens = [emit.load(k, tile, j * WIDTH) for j in range(_VECTORS)]
-                    for i, begin in enumerate(begins):
-                        value = emit.broadcast(source, begin, d, chain)
-                        for j in range(_VECTORS):
-                            place = sums[(chain * queries + i) * _VECTORS + j]
-                            place.set(emit.fma(value, tokens[j], place.get()))
-            half = queries * _VECTORS
-            for i in range(queries):
-                to = builder.add(args[7], builder.mul(emit.sum(first, i), args[8]))
-                for j in range(_VECTORS):
-                    total = sums[i * _VECTORS + j].get()
-                    if chains == 2:
-                        total = builder.fadd(total, sums[half + i * _VECTORS + j].get())
-                    emit.store(total, dst, to, j * WIDTH)
-
-        _in_groups(emit, args[5], _MAX_QUERIES, body)
+        _emit_scores(Emitter(builder), *args)
         return context.get_dummy_value()
 
     ints = types.int64
     return types.void(ints, FLOATS, ints, FLOATS, ints, ints, FLOATS, ints, ints), generate
+
+
+def _emit_scores(
+    emit: Emitter,
+    dim: ir.Value,
+    keys: ir.Value,
+    keys_at: ir.Value,
+    q: ir.Value,
+    q_at: ir.Value,
+    count: ir.Value,
+    out: ir.Value,
+    out_at: ir.Value,
+    out_stride: ir.Value,
+) -> None:
+    """The code of `_score_tile`."""
+    builder = emit.builder
+
+    def body(first: ir.Value, queries: int) -> None:
+        chains = 1 if queries > 2 else 2
+        sums = emit.variables([emit.fixed(0.0)] * (queries * _VECTORS * chains))
+        begins = [builder.add(q_at, builder.mul(emit.sum(first, i), dim)) for i in range(queries)]
+        with emit.loop(dim, chains) as d:
+            for chain in range(chains):
+                tile = emit.sum(keys_at, emit.times(d, TILE), chain * TILE)
+                tokens = [emit.load(keys, tile, j * WIDTH) for j in range(_VECTORS)]
+                for i, begin in enumerate(begins):
+                    value = emit.broadcast(q, begin, d, chain)
+                    for j in range(_VECTORS):
+                        place = sums[(chain * queries + i) * _VECTORS + j]
+                        place.set(emit.fma(value, tokens[j], place.get()))
+        half = queries * _VECTORS
+        for i in range(queries):
+            to = builder.add(out_at, builder.mul(emit.sum(first, i), out_stride))
+            for j in range(_VECTORS):
+                total = sums[i * _VECTORS + j].get()
+                if chains == 2:
+                    total = builder.fadd(total, sums[half + i * _VECTORS + j].get())
+                emit.store(total, out, to, j * WIDTH)
+
+    _in_groups(emit, count, _MAX_QUERIES, body)
 
 
 @intrinsic
@@ -331,7 +395,7 @@ def turn(source, rows, first, size, shift, out, out_at):
 
 
 @njit
-def expand_keys(
+def expand_and_score(
     dim,
     residual,
     residual_at,
@@ -348,9 +412,15 @@ def expand_keys(
     factors,
     factors_at,
     out,
+    q,
+    q_at,
+    count,
+    scores,
+    scores_at,
+    scores_stride,
 ):
-    """See `_expand_keys`."""
-    return _expand_keys(
+    """See `_expand_and_score`."""
+    return _expand_and_score(
         dim,
         residual,
         residual_at,
@@ -367,6 +437,12 @@ def expand_keys(
         factors,
         factors_at,
         out,
+        q,
+        q_at,
+        count,
+        scores,
+        scores_at,
+        scores_stride,
     )
 
 
