@@ -318,7 +318,6 @@ class Scheduler:
                 return False
             if not victim.in_flight:
                 self._requeue(victim)
-                victim.num_preemptions += 1
                 self.counters.preemptions += 1
                 return True
         return False

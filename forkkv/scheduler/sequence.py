@@ -50,7 +50,6 @@ class Sequence:
     failures: int = 0
     """Failed steps since the last one that succeeded; a suspect runs alone until one does."""
     slot_waits: int = 0
-    num_preemptions: int = 0
     started: bool = False
     """The first token was given out; the usage counters below are final."""
     base_hit: int = 0

@@ -40,6 +40,16 @@ starved = dataclasses.replace(spec, options={**spec.options, "maxnreg": 32})
 reports = [aot.check("lora", s, t) for s, t in ((starved, target), (spec, dataclasses.replace(target, shared_limit=1)))]
 print(json.dumps([dataclasses.asdict(report) for report in reports]))
 """
+FINGERPRINTS = """
+import dataclasses, json
+from forkkv_kernels.triton import aot
+target = aot.TARGETS["sm_80"]
+spec = aot.module_specs("rope", target)[0]
+changes = [{}, {"fn": aot.module_specs("decode", target)[0].fn}, {"matrix": True}]
+changes += [{field: {**getattr(spec, field), "x": 8}} for field in ("signature", "constexprs", "options")]
+specs = [spec, *(dataclasses.replace(spec, **change) for change in changes)]
+print(json.dumps([*(aot.fingerprint(s, target) for s in specs), aot.fingerprint(spec, aot.TARGETS["sm_90"])]))
+"""
 
 
 def compile_in_process(arguments: list[str], cache: Path, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -62,6 +72,28 @@ def test_representative_subset_meets_the_requirements(tmp_path: Path) -> None:
     for report in reports:
         assert 0 < report["registers"] <= 512, report
         assert report["shared_bytes"] <= aot.TARGETS[report["target"]].shared_limit, report
+
+
+def test_resuming_compiles_only_what_is_new(tmp_path: Path) -> None:
+    """The figures of an unchanged configuration come from the file; those of another source or configuration do not."""
+    figures = tmp_path / "figures.json"
+    command = ["benchmarks/compile_kernels.py", "--target", "sm_80", "--kernel", "merge D64", "--json", str(figures)]
+    assert compile_in_process(command, tmp_path / "cache").returncode == 0
+    (first,) = json.loads(figures.read_text())["reports"]
+    for change, registers in (({"registers": 7}, 7), ({"registers": 7, "fingerprint": "old"}, first["registers"])):
+        figures.write_text(json.dumps({"reports": [{**first, **change}], "errors": []}))
+        done = compile_in_process([*command, "--resume"], tmp_path / "cache")
+        assert done.returncode == 0, done.stderr
+        (again,) = json.loads(figures.read_text())["reports"]
+        assert (again["registers"], again["fingerprint"]) == (registers, first["fingerprint"])
+
+
+def test_fingerprint_changes_with_whatever_is_compiled(tmp_path: Path) -> None:
+    done = compile_in_process(["-c", FINGERPRINTS], tmp_path)
+    assert done.returncode == 0, done.stderr
+    same, again, *others = json.loads(done.stdout)
+    assert same == again
+    assert len({same, *others}) == 1 + len(others) == 7
 
 
 def test_checker_sees_spills_and_too_much_shared_memory(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ instructions. What a module compiles here is what its launcher would launch, thr
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import io
 import pkgutil
@@ -11,7 +12,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class CompileSpec:
-    """One kernel in one configuration.
+    """One kernel in one configuration, for one target.
 
     `name` is unique in its module and says the configuration, e.g. "prefill D128 R16 bf16". `signature` gives the
     type of every argument that is no constexpr: "*bf16", "*i32", "fp32", "i32"; as at launch, pointers are taken to be
@@ -68,7 +69,7 @@ class CompileSpec:
     matrix: bool = False
     """Whether the compiled code has to contain matrix instructions (mma, wgmma, mfma)."""
     quick: bool = False
-    """Whether the configuration belongs to the representative subset."""
+    """Whether the configuration belongs to the representative subset of this target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class CompileReport:
     matrix: str
     """"wgmma", "mma", "mfma", or "" if the code has no matrix instruction."""
     seconds: float
+    fingerprint: str
+    """Of what was compiled, see `fingerprint`."""
     violations: tuple[str, ...] = field(default=())
 
 
@@ -106,22 +109,23 @@ def kernel_modules() -> tuple[str, ...]:
 
 
 def module_specs(module: str, target: Target, quick: bool = False) -> list[CompileSpec]:
-    """The configurations of a module for a target; with `quick` those marked so, or the first and last of every
-    kernel without marks. Raises `ValueError` if two have one name."""
+    """The configurations of a module for a target; with `quick` those marked so. Raises `ValueError` if two have one
+    name."""
     package = __name__.rpartition(".")[0]
     specs: list[CompileSpec] = importlib.import_module(f"{package}.{module}").compile_specs(target)
     names = [spec.name for spec in specs]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{module}: two configurations are called {repeated[0]!r}")
-    return list(_representative(specs)) if quick else specs
+    return [spec for spec in specs if spec.quick] if quick else specs
 
 
-def _representative(specs: list[CompileSpec]) -> Iterator[CompileSpec]:
-    by_kernel: dict[str, list[CompileSpec]] = {}
-    for spec in specs:
-        by_kernel.setdefault(spec.fn.__name__, []).append(spec)
-    for own in by_kernel.values():
-        yield from [spec for spec in own if spec.quick] or ([own[0], own[-1]] if len(own) > 1 else own)
+def fingerprint(spec: CompileSpec, target: Target) -> str:
+    """Hash of all that decides what a spec compiles to and what is required of it: the source of the kernel and of the
+    functions it calls, signature, constants, options, requirements, target and version of Triton."""
+    parts = (sorted(spec.signature.items()), sorted(spec.constexprs.items()), sorted(spec.options.items()))
+    needs = (spec.max_spill_bytes, spec.matrix, target)
+    text = repr((spec.fn.cache_key, *parts, *needs, triton.__version__))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check(module: str, spec: CompileSpec, target: Target) -> CompileReport:
@@ -151,6 +155,7 @@ def check(module: str, spec: CompileSpec, target: Target) -> CompileReport:
         shared,
         usage.matrix,
         round(time.perf_counter() - began, 2),
+        fingerprint(spec, target),
         tuple(violations),
     )
 

@@ -12,7 +12,8 @@ class PrefillConfig:
     """Tile of the prefill kernel, (query, head) pairs x context tokens; warps of a program; stages of the loads.
 
     chunk: pairs of columns of K that are completed at a time. v_width: columns of V that a program does, the others of
-    a head are other programs'; v_chunk of them at a time. reload: read B_k for every tile instead of keeping it."""
+    a head are other programs'; v_chunk of them at a time. reload: read B_k for every tile instead of keeping it.
+    rolled: go through the rank in a loop that reads B and the residual anew for every chunk."""
 
     block_m: int
     block_n: int
@@ -22,6 +23,7 @@ class PrefillConfig:
     v_width: int = 128
     v_chunk: int = 128
     reload: bool = False
+    rolled: bool = False
 
 
 def device_arch(device: torch.device) -> str:
@@ -56,6 +58,11 @@ def prefill_config(
     because K, V and the residual then come from L2 once instead of twice; M = 64 with 4 warps needs the same registers
     per thread.
 
+    From five tiles on what is kept per tile (addresses, operands of residual and B) is too much whatever the other
+    sizes: head_dim 128 and rank 128 spill 630 bytes even with half the accumulators. The rank then goes through a loop
+    that keeps nothing, with 243 registers and no spill. It reads a tile of the residual and of B again for each chunk,
+    from L1, and its loop inside the loop over tokens leaves only itself to be pipelined; so not for narrow ranks.
+
     Shared memory, bfloat16, sm_90: q 32 KiB; per stage K 16, V 16, cos and sin 16 (float32: 32), residual tiles 2 each;
     finished K 16; B_k and B_v 4 each per 16 of rank: 93 KiB at rank 16, of 227.
 
@@ -65,20 +72,20 @@ def prefill_config(
     rather than fast. The interpreter pays per operation, not per element: large tiles.
     """
     if arch == "interpreter":
-        return PrefillConfig(128, 64, 4, 1, chunk=64)
-    if itemsize == 4:
-        return PrefillConfig(32, 32, 8, 1, v_width=64, v_chunk=64)
+        return PrefillConfig(128, 64, 4, 1, chunk=64, rolled=max(k_tiles, v_tiles) > 4)
     tiles = max(k_tiles, v_tiles)
+    rolled = tiles > 4
+    if itemsize == 4:
+        return PrefillConfig(32, 32, 8, 1, v_width=64, v_chunk=64, rolled=rolled)
     width = 64 if tiles > 1 or qk_norm else 128
     if arch == "gfx942":
-        return PrefillConfig(64, 32, 4, 1, 16, v_width=64, v_chunk=64, reload=tiles > 0)
+        return PrefillConfig(64, 32, 4, 1, 16, v_width=64, v_chunk=64, reload=tiles > 0, rolled=rolled)
     if arch == "sm_90":
-        # All of B_k for head_dim 256 and rank 128 is 64 KiB: with two stages beside it 249 KiB, more than there is.
-        stages = 3 if tiles == 0 else 1 if head_dim > 128 and tiles > 4 else 2
-        return PrefillConfig(128, 64, 8, stages, v_width=width, v_chunk=width)
+        return PrefillConfig(128, 64, 8, 2 if tiles else 3, v_width=width, v_chunk=width, rolled=rolled)
     if tiles == 0:
         return PrefillConfig(128, 64, 8, 2)
-    return PrefillConfig(128, 32, 8, 2, 16 if tiles == 1 else 32, v_width=width, v_chunk=width, reload=True)
+    chunk = 16 if tiles == 1 else 32
+    return PrefillConfig(128, 32, 8, 2, chunk, v_width=width, v_chunk=width, reload=True, rolled=rolled)
 
 
 @dataclass(frozen=True, slots=True)

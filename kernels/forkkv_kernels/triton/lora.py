@@ -6,6 +6,8 @@ once: unused entries of a table, tokens without adapter, rank tiles beyond an ad
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -299,14 +301,20 @@ def _inner(dtype: torch.dtype) -> dict[str, int]:
 
 
 def compile_specs(target: Target) -> list[CompileSpec]:
-    """Default configurations: decode (16 rows) and prefill (64 rows), every number of fused modules; float32 once."""
-    variants = [*((number, dtype) for number in (1, 2, 3) for dtype in ("bf16", "fp16")), (3, "fp32")]
-    widths = [*((tiles, dtype) for tiles in (1, 2, 4, 8) for dtype in ("bf16", "fp16")), (8, "fp32")]
-    return [
+    """Default configurations: decode (16 rows) and prefill (64 rows), every number of fused modules; float16, which
+    compiles to the shapes of bfloat16, and float32, which tests use, once."""
+    variants = [(1, "bf16"), (2, "bf16"), *((3, dtype) for dtype in _DTYPES)]
+    widths = [(1, "bf16"), (2, "bf16"), (4, "bf16"), *((8, dtype) for dtype in _DTYPES)]
+    specs = [
         *(_shrink_spec(rows, modules, dtype) for rows in (16, 64) for modules, dtype in variants),
         *(_expand_spec(rows, modules, dtype) for rows in (16, 64) for modules, dtype in variants),
         *(_residual_spec(rows, tiles, dtype) for rows in (16, 64) for tiles, dtype in widths),
     ]
+    quick = {
+        "sm_90": ("lora_shrink rows64 modules3 bf16", "residual_write rows16 tiles8 bf16"),
+        "sm_80": ("lora_expand rows64 modules3 bf16",),
+    }
+    return [replace(spec, quick=spec.name in quick.get(target.name, ())) for spec in specs]
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -332,7 +340,6 @@ def _shrink_spec(rows: int, modules: int, dtype: str) -> CompileSpec:
         constants,
         dict(options),
         matrix=dtype != "fp32",
-        quick=modules == 3 and dtype == "bf16",
     )
 
 
@@ -353,7 +360,6 @@ def _expand_spec(rows: int, modules: int, dtype: str) -> CompileSpec:
         {"MODULES": modules, "TILE": TILE, **blocks},
         dict(options),
         matrix=dtype != "fp32",
-        quick=modules == 3 and dtype == "bf16",
     )
 
 
@@ -373,5 +379,4 @@ def _residual_spec(rows: int, tiles: int, dtype: str) -> CompileSpec:
         {"TILE": TILE, **blocks},
         dict(options),
         matrix=dtype != "fp32",
-        quick=tiles == 8 and dtype == "bf16",
     )

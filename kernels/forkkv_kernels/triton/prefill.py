@@ -128,6 +128,7 @@ def residual_attention_prefill(
             V_WIDTH=v_width,
             V_CHUNK=min(v_width, launch.config.v_chunk),
             RELOAD=launch.config.reload,
+            ROLLED=launch.config.rolled,
             num_warps=launch.config.num_warps,
             num_stages=launch.config.num_stages,
         )
@@ -180,15 +181,17 @@ TABLE = "*fp32"
 
 
 def compile_specs(target: Target) -> list[CompileSpec]:
-    """The default configurations for head dims, ranks and dtypes, as the launcher starts them for 4 heads per KV head,
-    blocks of 16 tokens and equal ranks of K and V; rank 0 is the launch of rows without residual."""
-    specs = []
-    for head_dim in HEAD_DIMS:
-        for rank in RANKS:
-            for dtype, itemsize in (("bf16", 2), ("fp16", 2)) + ((("fp32", 4),) if head_dim == 64 else ()):
-                specs.append(_spec(target, head_dim, rank, dtype, itemsize, norm=False))
-    specs += [_spec(target, 128, rank, "bf16", 2, norm=True) for rank in (16, 64)]
-    return specs
+    """The default configurations for head dims and ranks in bfloat16, as the launcher starts them for 4 heads per KV
+    head, blocks of 16 tokens and equal ranks of K and V; rank 0 is the launch of rows without residual.
+
+    float16 for one head dim: a configuration knows the size of the type only, layouts and matrix instructions have the
+    same shapes for both types, and just the conversions differ. float32, which tests use, for the smallest."""
+    return [
+        *(_spec(target, head_dim, rank, "bf16", 2, norm=False) for head_dim in HEAD_DIMS for rank in RANKS),
+        *(_spec(target, 128, rank, "bf16", 2, norm=True) for rank in (16, 64)),
+        *(_spec(target, 128, rank, "fp16", 2, norm=False) for rank in RANKS),
+        *(_spec(target, 64, rank, "fp32", 4, norm=False) for rank in (0, 16, 64)),
+    ]
 
 
 def _spec(target: Target, head_dim: int, rank: int, dtype: str, itemsize: int, norm: bool) -> CompileSpec:
@@ -214,7 +217,7 @@ def _spec(target: Target, head_dim: int, rank: int, dtype: str, itemsize: int, n
     constexprs |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     width = triton.next_power_of_2(head_dim)
     constexprs |= {"WIDTH": width, "CHUNK": config.chunk, "V_WIDTH": min(width, config.v_width)}
-    constexprs |= {"V_CHUNK": min(width, config.v_chunk), "RELOAD": config.reload}
+    constexprs |= {"V_CHUNK": min(width, config.v_chunk), "RELOAD": config.reload, "ROLLED": config.rolled}
     return CompileSpec(
         name=f"prefill D{head_dim} R{rank} {dtype}{' qk-norm' if norm else ''} {config.block_m}x{config.block_n}",
         fn=residual_prefill_kernel,
@@ -223,5 +226,5 @@ def _spec(target: Target, head_dim: int, rank: int, dtype: str, itemsize: int, n
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
         max_spill_bytes=allowed_spill(head_dim, rank),
         matrix=itemsize == 2,
-        quick=head_dim == 128 and dtype == "bf16" and rank in (0, 16),
+        quick=target.name == "sm_90" and head_dim == 128 and dtype == "bf16" and rank in (16, 64) and not norm,
     )

@@ -54,6 +54,29 @@ def _expand(columns, b, TILES: tl.constexpr, FIRST: tl.constexpr, STEP: tl.const
 
 
 @triton.jit
+def _expand_rolled(
+    residual, table, table_tiles, t, limit, unit_stride, b, row_stride, column, tiles, width, HALVES, APART,
+    BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """HALVES tensors [N, C]: all tiles of a residual half times `column` [C] of B at `b`, `b + APART`, ...
+
+    Reads one tile of the residual and of B at a time, so registers and shared memory do not grow with the rank; the
+    price is that they are read for every chunk of columns, and a wait in every step."""
+    rank = tl.arange(0, 16)
+    expanded = ()
+    for _ in tl.static_range(HALVES):
+        expanded += (tl.zeros((t.shape[0], column.shape[0]), tl.float32),)
+    for tile in tl.range(0, tiles):
+        r = load_residual_tile(residual, table + tile, table_tiles, t, limit, unit_stride, BLOCK_SIZE, MASKED)
+        grown = ()
+        for half in tl.static_range(HALVES):
+            rows = load_tile(b + half * APART, (tile * 16 + rank) * row_stride, column, rank >= 0, width, False, CUT)
+            grown += (tl.dot(r, rows, expanded[half], input_precision="ieee"),)
+        expanded = grown
+    return expanded
+
+
+@triton.jit
 def _complete_keys(k_first, k_second, extra_first, extra_second, cos, sin, base_factor, factor):
     """`base_factor * K + factor * RoPE(extra)` for the pairs of a chunk, all [N, CHUNK], in the type of K; the factors
     are [N] or None."""
@@ -140,6 +163,26 @@ def _add_values(acc, p, decay, v_head, at, first_column, known, columns, b, HEAD
 
 
 @triton.jit
+def _add_rolled_values(
+    acc, p, decay, v_head, at, first_column, known,
+    residual, table, table_tiles, t, limit, unit_stride, b, row_stride, tiles,
+    HEAD_DIM, CHUNK: tl.constexpr, PARTS, BLOCK_SIZE, MASKED, CUT,
+):  # fmt: skip
+    """`_add_values` with V completed by `_expand_rolled`."""
+    grown = ()
+    for part in tl.static_range(PARTS):
+        column = first_column + part * CHUNK + tl.arange(0, CHUNK)
+        extra = _expand_rolled(
+            residual, table, table_tiles, t, limit, unit_stride, b, row_stride, column, tiles, HEAD_DIM, 1, 0,
+            BLOCK_SIZE, MASKED, CUT,
+        )  # fmt: skip
+        v = load_tile(v_head, at, column, known, HEAD_DIM, MASKED, CUT)
+        v = (v.to(tl.float32) + extra[0]).to(v.dtype)
+        grown += (tl.dot(p, v, acc[part] * decay[:, None], input_precision="ieee"),)
+    return grown
+
+
+@triton.jit
 def residual_prefill_kernel(
     q,
     k_cache,
@@ -191,6 +234,7 @@ def residual_prefill_kernel(
     V_WIDTH: tl.constexpr,
     V_CHUNK: tl.constexpr,
     RELOAD: tl.constexpr,
+    ROLLED: tl.constexpr,
 ):
     """Grid (work items, KV heads, parts of V's columns); work [items, 2] int32: a row and a tile of its pairs.
 
@@ -198,8 +242,9 @@ def residual_prefill_kernel(
     without residual, else rows with one, and returns at once for others; `read_slot` may be None for the former if the
     work holds no others. `k_rms` is None without QK-norm, `lse` where it is not wanted. WIDTH: HEAD_DIM rounded up to
     a power of two. CHUNK: pairs of columns of K that are completed at a time. V_WIDTH: columns of V and of the output
-    that one program does, V_CHUNK of them at a time. RELOAD: read B_k for every tile instead of keeping it. Strides in
-    elements; heads and columns lie side by side."""
+    that one program does, V_CHUNK of them at a time. RELOAD: read B_k for every tile instead of keeping it. ROLLED: go
+    through the rank in a loop, keeping neither B nor the residual. Strides in elements; heads and columns lie side by
+    side."""
     RESIDUAL: tl.constexpr = K_TILES + V_TILES > 0
     PADDED: tl.constexpr = WIDTH != HEAD_DIM
     PAIRS: tl.constexpr = HEAD_DIM // 2
@@ -260,7 +305,7 @@ def residual_prefill_kernel(
         if K_TILES > 0:
             k_units = k_table + row * k_table_stride
             b_k_head = b_k + slot * b_k_slot_stride + kv_head * HEAD_DIM
-            if not RELOAD:
+            if not (RELOAD or ROLLED):
                 b_first, b_second = _expansion_halves(b_k_head, b_k_row_stride, K_TILES, PAIRS, CHUNK, CHUNKS)
             if k_rms is not None:
                 # A row whose adapter leaves K alone keeps the norm of the base model.
@@ -271,7 +316,7 @@ def residual_prefill_kernel(
             acc_r = ()
             for _ in tl.static_range(V_TILES if ACCUMULATE else 0):
                 acc_r += (tl.zeros((BLOCK_M, 16), tl.float32),)
-            if not ACCUMULATE:
+            if not (ACCUMULATE or ROLLED):
                 b_whole = _expansion_rows(
                     b_v_head, b_v_row_stride, v_column, HEAD_DIM, V_TILES, V_CHUNK, V_PARTS, V_CUT
                 )
@@ -282,13 +327,14 @@ def residual_prefill_kernel(
                 base_factor = None
                 factor = None
                 if K_TILES > 0:
-                    if RELOAD:
-                        # n >> 30 is 0, but says so to nobody who would move the loads out of the loop.
+                    if RELOAD and not ROLLED:
+                        # n >> 30 is 0, but says so to nobody who would move the loads out of the loop (or unroll one).
                         b_k_now = b_k_head + (n >> 30) * 16
                         b_first, b_second = _expansion_halves(b_k_now, b_k_row_stride, K_TILES, PAIRS, CHUNK, CHUNKS)
-                    columns = _load_residual(
-                        residual, k_units, k_table_tiles, t, limit, unit_stride, BLOCK_SIZE, K_TILES, masked
-                    )
+                    if not ROLLED:
+                        columns = _load_residual(
+                            residual, k_units, k_table_tiles, t, limit, unit_stride, BLOCK_SIZE, K_TILES, masked
+                        )
                     if k_rms is not None:
                         base_factor, factor = _rms_factors(
                             k_rms + kv_head,
@@ -310,11 +356,19 @@ def residual_prefill_kernel(
                     k_first = load_tile(k_head, at, column, t < end, PAIRS, masked, cut)
                     k_second = load_tile(k_head + PAIRS, at, column, t < end, PAIRS, masked, cut)
                     if K_TILES > 0:
+                        if ROLLED:
+                            extra_first, extra_second = _expand_rolled(
+                                residual, k_units, k_table_tiles, t, limit, unit_stride, b_k_head, b_k_row_stride,
+                                column, K_TILES + (n >> 30), PAIRS, 2, PAIRS, BLOCK_SIZE, masked, cut,
+                            )  # fmt: skip
+                        else:
+                            extra_first = _expand(columns, b_first, K_TILES, c, CHUNKS)
+                            extra_second = _expand(columns, b_second, K_TILES, c, CHUNKS)
                         k_first, k_second = _complete_keys(
                             k_first,
                             k_second,
-                            _expand(columns, b_first, K_TILES, c, CHUNKS),
-                            _expand(columns, b_second, K_TILES, c, CHUNKS),
+                            extra_first,
+                            extra_second,
                             load_tile(cos, t * PAIRS, column, t < limit, PAIRS, masked, cut),
                             load_tile(sin, t * PAIRS, column, t < limit, PAIRS, masked, cut),
                             base_factor,
@@ -332,7 +386,7 @@ def residual_prefill_kernel(
                 p = p.to(DTYPE)
                 at = token_offsets(blocks, t, end, v_block_stride, v_token_stride, BLOCK_SIZE, masked)
                 columns = ()
-                if V_TILES > 0:
+                if V_TILES > 0 and (ACCUMULATE or not ROLLED):
                     columns = _load_residual(
                         residual, v_units, v_table_tiles, t, limit, unit_stride, BLOCK_SIZE, V_TILES, masked
                     )
@@ -342,23 +396,17 @@ def residual_prefill_kernel(
                         scaled = acc_r[tile] * decay[:, None]
                         grown += (tl.dot(p, columns[tile], scaled, input_precision="ieee"),)
                     acc_r = grown
-                acc = _add_values(
-                    acc,
-                    p,
-                    decay,
-                    v_head,
-                    at,
-                    v_column,
-                    t < end,
-                    columns,
-                    b_whole,
-                    HEAD_DIM,
-                    COMPLETE_TILES,
-                    V_CHUNK,
-                    V_PARTS,
-                    masked,
-                    V_CUT,
-                )
+                if ROLLED and COMPLETE_TILES > 0:
+                    acc = _add_rolled_values(
+                        acc, p, decay, v_head, at, v_column, t < end,
+                        residual, v_units, v_table_tiles, t, limit, unit_stride, b_v_head, b_v_row_stride,
+                        V_TILES + (n >> 30), HEAD_DIM, V_CHUNK, V_PARTS, BLOCK_SIZE, masked, V_CUT,
+                    )  # fmt: skip
+                else:
+                    acc = _add_values(
+                        acc, p, decay, v_head, at, v_column, t < end, columns, b_whole,
+                        HEAD_DIM, COMPLETE_TILES, V_CHUNK, V_PARTS, masked, V_CUT,
+                    )  # fmt: skip
         if ACCUMULATE:
             # Divided by the weights so far, acc_r is an average of rV, which float16 can hold; acc likewise from here
             # on, as if one token of weight 1 and the peak's logarithm of the sum had been seen.

@@ -152,6 +152,6 @@ def compile_specs(target: Target) -> list[CompileSpec]:
             constants = {**rope_constants(32, 8, dim, rms), **({} if rms else {"k_rms": None, "k_rms_cache": None})}
             name = f"rope D{dim} {dtype}{' rms' if rms else ''}"
             signature = {**data, "slots": "*i64", **side, **strides}
-            quick = dim == 128 and dtype == "bf16"
+            quick = (target.name, dim, dtype) == ("gfx942", 128, "bf16")
             specs.append(CompileSpec(name, rope_cache_kernel, signature, constants, {"num_warps": _WARPS}, quick=quick))
     return specs
