@@ -8,12 +8,12 @@ within the chip's limit, matrix instructions where the kernel multiplies matrice
 
 Every head_dim, rank and tile is compiled in bfloat16. float16 stands for itself in one head_dim only: a configuration
 depends on the size of the type, and the compiler gives both types the same layouts, loads and shapes of matrix
-instructions; what differs are the conversions from and to float32. float32, for which no GPU has matrix instructions of
-full precision, is there for tests and compiled for a few small shapes.
+instructions; what differs are the conversions from and to float32. float32, which tests use, is compiled for a few
+small shapes.
 
-The whole matrix takes about an hour of one core. FILE is written after every configuration, and --resume leaves out
-what FILE has from the same source, configuration and Triton, so that nothing is lost by an interruption and a changed
-configuration costs no more than itself.
+FILE is written after every configuration, and --resume leaves out what FILE has from the same source, configuration and
+Triton, so that nothing is lost by an interruption and a changed configuration costs no more than itself. Without a load
+beside it one configuration takes 1 to 15 seconds of one core.
 """
 
 from __future__ import annotations

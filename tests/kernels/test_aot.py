@@ -136,6 +136,13 @@ def test_configurations_have_names_of_their_own() -> None:
             assert aot.module_specs(module, target)
 
 
+def test_prefill_tiles_fill_the_matrix_units_of_sm_90() -> None:
+    for spec in aot.module_specs("prefill", aot.TARGETS["sm_90"]):
+        if "fp32" not in spec.name:
+            assert min(int(str(spec.constexprs[name])) for name in ("BLOCK_M", "BLOCK_N")) >= 64, spec.name
+            assert spec.matrix, spec.name
+
+
 @pytest.mark.parametrize(
     ("head_dim", "rank", "allowed"), [(64, 0, 0), (128, 64, 0), (128, 128, 256), (256, 16, 256), (96, 16, 0)]
 )

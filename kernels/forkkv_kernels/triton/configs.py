@@ -61,7 +61,8 @@ def prefill_config(
     From five tiles on what is kept per tile (addresses, operands of residual and B) is too much whatever the other
     sizes: head_dim 128 and rank 128 spill 630 bytes even with half the accumulators. The rank then goes through a loop
     that keeps nothing, with 243 registers and no spill. It reads a tile of the residual and of B again for each chunk,
-    from L1, and its loop inside the loop over tokens leaves only itself to be pipelined; so not for narrow ranks.
+    from L1, and its loop inside the loop over tokens leaves only itself to be pipelined; so not for narrow ranks. With
+    head_dim 256, QK-norm or float32 the same holds from two tiles on (rank 64 spills 444, 52, 44 bytes otherwise).
 
     Shared memory, bfloat16, sm_90: q 32 KiB; per stage K 16, V 16, cos and sin 16 (float32: 32), residual tiles 2 each;
     finished K 16; B_k and B_v 4 each per 16 of rank: 93 KiB at rank 16, of 227.
@@ -74,7 +75,7 @@ def prefill_config(
     if arch == "interpreter":
         return PrefillConfig(128, 64, 4, 1, chunk=64, rolled=max(k_tiles, v_tiles) > 4)
     tiles = max(k_tiles, v_tiles)
-    rolled = tiles > 4
+    rolled = tiles > 4 or (tiles > 1 and (head_dim > 128 or qk_norm or itemsize == 4))
     if itemsize == 4:
         return PrefillConfig(32, 32, 8, 1, v_width=64, v_chunk=64, rolled=rolled)
     width = 64 if tiles > 1 or qk_norm else 128
