@@ -18,7 +18,6 @@ import torch
 from benchmarks.lib.cards import Rates
 from benchmarks.lib.rates import cpu_rates, gpu_rates
 from benchmarks.lib.steps import SHAPES
-from forkkv.attention.registry import register_backend
 from forkkv.models.spec import ModelSpec
 
 
@@ -49,8 +48,6 @@ class Setup:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise SystemExit("PyTorch finds no CUDA device; --device cpu --tiny tries the program without one")
         backend = args.backend or "triton"
-        if backend == "triton":  # also the engine's choice, on CPUs in the interpreter
-            register_backend("triton", "forkkv.attention.triton_backend:TritonBackend", device.type)
         if args.tiny:
             return cls(device, True, spec, backend, (1, 3), (32, 64), 16, rounds=1, warm_up=1, max_layers=1)
         return cls(

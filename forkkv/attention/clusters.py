@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forkkv.attention.batch import ForwardBatch, HostRows
-from forkkv.attention.groups import LONG_CONTEXT, refine
+from forkkv.attention.groups import LONG_CONTEXT, shared_groups
 from forkkv.attention.paged import BlockRun, block_runs, to_device
 from forkkv.attention.prefill import row_units
 from forkkv.types import RESIDUAL_TILE
@@ -81,15 +81,7 @@ def plan_clusters(
 ) -> tuple[DecodeCluster, ...]:
     """Partition the single-query rows `rows` of a batch. `kv_size` = Hkv * D; `cos`, `sin` [positions, D / 2]."""
     host, block_size = batch.host, batch.block_size
-    left = dict.fromkeys(rows)
-    parts: list[tuple[int, list[int]]] = []
-    for group in batch.groups:
-        members = [row for row in group.rows if row in left]
-        if len(members) < 2:
-            continue  # its partners are prefill rows, which are computed elsewhere
-        parts += refine(host, members, block_size)
-        for row in members:
-            del left[row]
+    parts, left = shared_groups(batch, rows)
     short = [row for row in left if host.seq_lens[row] <= LONG_CONTEXT]
     parts += [(0, members) for members in _by_own_run(host, short, block_size)]
     parts += [(int(host.seq_lens[row] - 1) // block_size, [row]) for row in left if host.seq_lens[row] > LONG_CONTEXT]

@@ -86,7 +86,8 @@ class CpuBackend(AttentionBackend):
             host.residual_k_table,
             host.residual_v_table,
         )
-        groups = shared_groups(batch, short)
+        shared, alone = shared_groups(batch, short)
+        groups = [(blocks * batch.block_size, members) for blocks, members in shared] + [(0, [row]) for row in alone]
         work = self._kernel.plan(rows, groups, host.kv_block_table)
         self._kernel.begin(work)
         return CpuMetadata(prefill, work)

@@ -10,22 +10,21 @@ LONG_CONTEXT = 1024
 """Context behind a common beginning from which rows are worth being split by where they part."""
 
 
-def shared_groups(batch: ForwardBatch, rows: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Partition `rows` into (context tokens that all members share and that precede their queries, members)."""
+def shared_groups(batch: ForwardBatch, rows: Sequence[int]) -> tuple[list[tuple[int, list[int]]], list[int]]:
+    """Partition `rows` into ([(leading blocks in common that hold no query, members)], rows that share with nobody)."""
     left = dict.fromkeys(rows)
     groups: list[tuple[int, list[int]]] = []
     for group in batch.groups:
         members = [row for row in group.rows if row in left]
         if len(members) < 2:
             continue  # its partners are computed elsewhere
-        groups += refine(batch.host, members, batch.block_size)
+        groups += _refine(batch.host, members, batch.block_size)
         for row in members:
             del left[row]
-    groups += [(0, [row]) for row in left]
-    return [(blocks * batch.block_size, members) for blocks, members in groups]
+    return groups, list(left)
 
 
-def refine(host: HostRows, members: list[int], block_size: int) -> list[tuple[int, list[int]]]:
+def _refine(host: HostRows, members: list[int], block_size: int) -> list[tuple[int, list[int]]]:
     """(leading blocks in common, rows) of the members of one group.
 
     What these rows share may be more than what the whole group shares. Where long contexts remain behind the common
@@ -44,4 +43,4 @@ def refine(host: HostRows, members: list[int], block_size: int) -> list[tuple[in
         by_next.setdefault(int(host.kv_block_table[row, shared]), []).append(row)
     if len(by_next) == 1:
         return [(shared, members)]
-    return [part for rows in by_next.values() for part in refine(host, rows, block_size)]
+    return [part for rows in by_next.values() for part in _refine(host, rows, block_size)]

@@ -1,4 +1,4 @@
-"""Attention through `forkkv_kernels.residual_attention`: the oracle on the CPU, the fused kernel where one exists."""
+"""Attention by the reference operation, on any device: what every other backend is compared with."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-import forkkv_kernels
 from forkkv.attention.backend import AttentionBackend, AttentionShape, LayerCache, ResidualExpansion
 from forkkv.attention.batch import ForwardBatch
+from forkkv_kernels.reference import residual_attention_reference
 
 
 class ReferenceBackend(AttentionBackend):
@@ -25,7 +25,7 @@ class ReferenceBackend(AttentionBackend):
         return batch
 
     def run(self, q: Tensor, cache: LayerCache, expansion: ResidualExpansion | None, metadata: ForwardBatch) -> Tensor:
-        out = forkkv_kernels.residual_attention(
+        out = residual_attention_reference(
             q,
             cache.k,
             cache.v,

@@ -85,12 +85,7 @@ class AdapterWeights:
 
     def reserve(self) -> None:
         """Make room for the largest rank of all adapters now, so that no later `load` allocates anything."""
-        rank = max((a.shape[0] for adapter in self.adapters.values() for a, _ in adapter.weights.values()), default=0)
-        if rank > self.rank:
-            self.rank = _round_up(rank)
-            self._allocate()
-            for slot, resident in self.slots.items():
-                self._fill(slot, self.adapters[resident])
+        self._grow(max((_rank(adapter) for adapter in self.adapters.values()), default=0))
 
     def load(self, slot: int, adapter_id: AdapterId) -> None:
         """Put an adapter into a slot, replacing what was there. Grows all slots if its rank is the largest so far.
@@ -101,14 +96,18 @@ class AdapterWeights:
         if not 0 <= slot < self.max_loras:
             raise IndexError(f"adapter slot {slot} outside 0..{self.max_loras - 1}")
         self.slots[slot] = adapter_id
-        rank = max((a.shape[0] for a, _ in adapter.weights.values()), default=0)
-        if rank > self.rank:
-            self.rank = _round_up(rank)
-            self._allocate()
-            for other, resident in self.slots.items():
-                self._fill(other, self.adapters[resident])
-        else:
+        if not self._grow(_rank(adapter)):
             self._fill(slot, adapter)
+
+    def _grow(self, rank: int) -> bool:
+        """Make room for `rank`. Returns whether there was none, so that all slots were allocated and filled anew."""
+        if rank <= self.rank:
+            return False
+        self.rank = _round_up(rank)
+        self._allocate()
+        for slot, resident in self.slots.items():
+            self._fill(slot, self.adapters[resident])
+        return True
 
     def _allocate(self) -> None:
         spec, layers = self.spec, range(self.spec.num_layers)
@@ -218,6 +217,10 @@ class AdapterWeights:
 
 def _has_group(adapter: LoadedAdapter, group: str) -> bool:
     return any(module in GROUPS[group] for _, module in adapter.weights)
+
+
+def _rank(adapter: LoadedAdapter) -> int:
+    return max((a.shape[0] for a, _ in adapter.weights.values()), default=0)
 
 
 def _round_up(rank: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from forkkv_kernels.dispatch import register, residual_attention
+from forkkv_kernels.dispatch import residual_attention
+from forkkv_kernels.implementations import register
 
 __all__ = ["register", "residual_attention"]

@@ -1,21 +1,10 @@
-"""One signature per operation, implementations chosen by the device of the tensors, never by what can be imported."""
+"""`residual_attention`: one signature, implementations chosen by the device of the tensors (`implementations`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from forkkv_kernels.reference import residual_attention_reference
-
-Implementation = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
-
-_IMPLEMENTATIONS: dict[str, Implementation] = {}
-
-
-def register(device_type: str, implementation: Implementation) -> None:
-    """Use `implementation` for tensors on `device_type` ("cuda", ...) from now on."""
-    _IMPLEMENTATIONS[device_type] = implementation
+from forkkv_kernels.implementations import implementation
 
 
 def residual_attention(
@@ -60,8 +49,7 @@ def residual_attention(
     Returns out [T, H, D] in q's dtype, and with `return_lse` the natural log-sum-exp of the scores [T, H] float32.
     Mutates nothing. Entries of the caches outside [0, seq_len) of a row are never read into a result.
     """
-    implementation = _IMPLEMENTATIONS.get(q.device.type, residual_attention_reference)
-    return implementation(
+    result: Tensor | tuple[Tensor, Tensor] = implementation("residual_attention", q)(
         q,
         k_cache,
         v_cache,
@@ -82,3 +70,4 @@ def residual_attention(
         residual_rms=residual_rms,
         return_lse=return_lse,
     )
+    return result

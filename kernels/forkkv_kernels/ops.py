@@ -1,37 +1,19 @@
-"""Multi-LoRA products, residual writes and rotation: one signature per operation, implementations chosen by the device
-of the tensors, as in `dispatch`. None of them synchronises with the host on a GPU, so all can be captured in graphs."""
+"""Multi-LoRA products, residual writes and rotation: one signature per operation, the implementation chosen by the
+device of the tensors. None of them synchronises with the host on a GPU, so all can be captured in graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
-from forkkv_kernels import reference_ops
+from forkkv_kernels.implementations import has_fast, implementation
 from forkkv_kernels.lora_plan import ResidualTable, TokenTiles
 
-_REFERENCE: dict[str, Callable[..., Any]] = {
-    "lora_shrink": reference_ops.lora_shrink_reference,
-    "lora_expand": reference_ops.lora_expand_reference,
-    "residual_shrink_write": reference_ops.residual_shrink_write_reference,
-    "rope_cache_write": reference_ops.rope_cache_write_reference,
-}
-_REGISTERED: dict[tuple[str, str], Callable[..., Any]] = {}
-
-
-def register_op(name: str, device_type: str, implementation: Callable[..., Any]) -> None:
-    """Use `implementation` for the operation `name` on `device_type` from now on. Raises `KeyError` if there is no
-    such operation."""
-    if name not in _REFERENCE:
-        raise KeyError(f"no operation {name!r}")
-    _REGISTERED[name, device_type] = implementation
+_NAMES = ("lora_shrink", "lora_expand", "residual_shrink_write", "rope_cache_write")
 
 
 def has_fast_ops(device_type: str) -> bool:
     """Whether every operation of this module has an implementation of its own for the device, not the reference."""
-    _load(device_type)
-    return all((name, device_type) in _REGISTERED for name in _REFERENCE)
+    return has_fast(device_type, _NAMES)
 
 
 def lora_shrink(x: Tensor, a: Tensor, tokens: TokenTiles, slot_tiles: Tensor) -> Tensor:
@@ -42,7 +24,7 @@ def lora_shrink(x: Tensor, a: Tensor, tokens: TokenTiles, slot_tiles: Tensor) ->
     the first dimension is contiguous); slot_tiles [slots, n] int32: tiles of 16 columns that a slot uses of a module.
     Only these columns of these tokens are written; the rest of the result is undefined. Mutates nothing.
     """
-    result: Tensor = _implementation("lora_shrink", x)(x, a, tokens, slot_tiles)
+    result: Tensor = implementation("lora_shrink", x)(x, a, tokens, slot_tiles)
     return result
 
 
@@ -54,7 +36,7 @@ def lora_expand(
     shrunk: result of `lora_shrink`; b [slots, n * R, sum of outputs], block diagonal over the modules, scaling folded
     in; `outputs`: widths of the n modules (at most 3). y's rows and b's rows are contiguous.
     """
-    _implementation("lora_expand", y)(y, shrunk, b, tokens, slot_tiles, outputs)
+    implementation("lora_expand", y)(y, shrunk, b, tokens, slot_tiles, outputs)
 
 
 def residual_shrink_write(h: Tensor, a: Tensor, table: ResidualTable, residual_cache: Tensor) -> None:
@@ -63,7 +45,7 @@ def residual_shrink_write(h: Tensor, a: Tensor, table: ResidualTable, residual_c
     h [T, hidden], rows contiguous; a [tiles, 16, hidden]: the stacked A matrices of all adapters. One pass over h
     serves the adapters of a job. Unit 0 is never written.
     """
-    _implementation("residual_shrink_write", h)(h, a, table, residual_cache)
+    implementation("residual_shrink_write", h)(h, a, table, residual_cache)
 
 
 def rope_cache_write(
@@ -87,28 +69,8 @@ def rope_cache_write(
     [num_blocks, block_size, Hkv, D]; k_rms [T, Hkv] goes to k_rms_cache [num_blocks, block_size, Hkv]. `out` [T, H, D]
     takes the result and may be q itself. k and v are not changed.
     """
-    implementation = _implementation("rope_cache_write", q)
-    result: Tensor = implementation(
+    rotate_and_store = implementation("rope_cache_write", q)
+    result: Tensor = rotate_and_store(
         q, k, v, cos, sin, slots, k_cache, v_cache, k_rms=k_rms, k_rms_cache=k_rms_cache, out=out
     )
     return result
-
-
-def _implementation(name: str, tensor: Tensor) -> Callable[..., Any]:
-    _load(tensor.device.type)
-    return _REGISTERED.get((name, tensor.device.type), _REFERENCE[name])
-
-
-def _load(device_type: str) -> None:
-    """Register the Triton kernels when the first tensor on a GPU turns up. (ROCm devices are called "cuda" too.)"""
-    if device_type != "cuda" or ("lora_shrink", "cuda") in _REGISTERED:
-        return
-    from forkkv_kernels.triton import lora, rope
-
-    for name, implementation in (
-        ("lora_shrink", lora.lora_shrink),
-        ("lora_expand", lora.lora_expand),
-        ("residual_shrink_write", lora.residual_shrink_write),
-        ("rope_cache_write", rope.rope_cache_write),
-    ):
-        _REGISTERED.setdefault((name, "cuda"), implementation)

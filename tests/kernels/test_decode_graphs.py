@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkkv.attention import registry
 from forkkv.attention.batch import ForwardBatch
 from forkkv.executor.batch_builder import build_batch
 from forkkv.executor.graphs import CudaCapture, DecodeGraphs, EagerReplay, padded_sizes
@@ -27,7 +26,6 @@ class Compared:
     """A runner whose decode steps run twice, plainly and by graphs, with the largest difference of their logits."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int = 6) -> None:
-        monkeypatch.setitem(registry._BACKENDS, "triton", "forkkv.attention.triton_backend:TritonBackend")
         adapters = [folder / name for name in ("qkvo", "all", "wide")]
         self.runner = make_runner(folder / "model", adapters, block_size=BLOCK, backend="triton", max_model_len=64)
         self.graphs = DecodeGraphs(

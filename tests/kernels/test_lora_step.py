@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forkkv.lora.tensors import KernelLoRAStep, LoRATensors, module_tiles, static_lora_step
 from forkkv.lora.weights import AdapterWeights
-from forkkv_kernels import ops
+from forkkv_kernels import implementations, ops
 from forkkv_kernels.triton import lora, rope
 from tests.models.factory import ALL_MODULES, load_model, make_adapter, make_model
 from tests.models.plans import Driver, Seq, make_runner
@@ -46,8 +46,12 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(params=["kernels", "reference"])
 def fast_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Call it, and CPU tensors go through the kernels, or through their references by the same tables."""
-    chosen = KERNELS if request.param == "kernels" else ops._REFERENCE
-    yield lambda: [monkeypatch.setitem(ops._REGISTERED, (name, "cpu"), op) for name, op in chosen.items()] and None
+    chosen = KERNELS if request.param == "kernels" else implementations.REFERENCE
+    yield (
+        lambda: (
+            [monkeypatch.setitem(implementations.REGISTERED, (name, "cpu"), op) for name, op in chosen.items()] and None
+        )
+    )
 
 
 def run_steps(folders: Folders) -> tuple[list[Tensor], list[Tensor], AdapterWeights]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import forkkv_kernels
-from forkkv_kernels import dispatch
+from forkkv_kernels import implementations
 from forkkv_kernels.reference import residual_attention_reference
 
 H, HKV, D, BLOCK, UNITS, BLOCKS, RANK = 6, 2, 8, 4, 80, 60, 32
@@ -134,7 +134,7 @@ def test_reads_nothing_that_is_not_its_own() -> None:
 
 
 def test_dispatch_goes_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_IMPLEMENTATIONS", {})
+    monkeypatch.setattr(implementations, "REGISTERED", {})
     calls = []
 
     def other(*args: object, **options: object) -> Tensor:
@@ -142,9 +142,9 @@ def test_dispatch_goes_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return residual_attention_reference(*args, **options)  # type: ignore[arg-type, return-value]
 
     inputs = make_inputs(False)
-    forkkv_kernels.register("meta", other)
+    forkkv_kernels.register("residual_attention", "meta", other)
     forkkv_kernels.residual_attention(**inputs, scale=0.1)  # type: ignore[arg-type]
     assert not calls
-    forkkv_kernels.register("cpu", other)
+    forkkv_kernels.register("residual_attention", "cpu", other)
     forkkv_kernels.residual_attention(**inputs, scale=0.1)  # type: ignore[arg-type]
     assert calls == [0.1]

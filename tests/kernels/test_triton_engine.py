@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
-from forkkv.attention import registry
 from forkkv.config import CacheConfig, EngineConfig, LoRAConfig, LoRAModule, ModelConfig, SchedulerConfig
 from forkkv.engine.core import EngineCore
 from forkkv.executor.uniproc import UniprocExecutor
 from tests.e2e.harness import Ask, Completions, run_all
 from tests.models.factory import make_adapter, make_model
 
-TRITON = "forkkv.attention.triton_backend:TritonBackend"
 BLOCK = 16
 DOCUMENT = tuple(torch.randint(3, 250, (53,), generator=torch.Generator().manual_seed(1)).tolist())
 FORK = len(DOCUMENT) // BLOCK * BLOCK
@@ -26,13 +25,11 @@ ASKS = (
 )
 
 
-def run_engine(folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Completions, str]:
+def run_engine(folder: Path, backend: Literal["torch", "triton"]) -> tuple[Completions, str]:
     """Completions of all requests at once, and the name of the backend that served them."""
-    monkeypatch.setitem(registry._BACKENDS, "triton", TRITON)
-    monkeypatch.setitem(registry._PREFERENCE, "cpu", (backend,))
     names = ("fork8", "fork20")
     config = EngineConfig(
-        model=ModelConfig(str(folder / "model"), dtype="float32", device="cpu"),
+        model=ModelConfig(str(folder / "model"), dtype="float32", device="cpu", attention_backend=backend),
         cache=CacheConfig(block_size=BLOCK, memory_bytes=2 << 20),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, kv_sharing="auto"),
         lora=LoRAConfig(modules=tuple(LoRAModule(name, str(folder / name)) for name in names)),
@@ -43,14 +40,14 @@ def run_engine(folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
-def test_same_log_probs(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_log_probs(arch: str, tmp_path: Path) -> None:
     """Prefill and decode of base, sharing and private requests, several in one step, ranks 8 and 20."""
     torch.set_num_threads(1)
     model = make_model(tmp_path / "model", arch, hidden=32, heads=4, kv_heads=2, intermediate=48, vocab=256)
     make_adapter(tmp_path / "fork8", model, rank=8, kind="fork", seed=1, b_std=0.2)
     make_adapter(tmp_path / "fork20", model, rank=20, kind="fork", seed=2, targets=("q_proj", "k_proj", "v_proj"))
-    expected, _ = run_engine(tmp_path, "torch", monkeypatch)
-    got, name = run_engine(tmp_path, "triton", monkeypatch)
+    expected, _ = run_engine(tmp_path, "torch")
+    got, name = run_engine(tmp_path, "triton")
     assert name == "triton"
     for key, completion in expected.items():
         other = got[key]

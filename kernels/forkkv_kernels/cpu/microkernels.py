@@ -385,114 +385,15 @@ def _in_groups(emit: Emitter, count: ir.Value, largest: int, body: Any) -> None:
             body(whole, n)
 
 
-# Numba expands an intrinsic wherever it is named; as functions these are compiled once and called.
+def _function(code: Any) -> Any:
+    """`code`, which Numba would expand wherever it is named, as a function that is compiled once and called."""
+
+    @njit
+    def call(*args):
+        return code(*args)
+
+    return call
 
 
-@njit
-def turn(source, rows, first, size, shift, out, out_at):
-    """See `_turn`."""
-    return _turn(source, rows, first, size, shift, out, out_at)
-
-
-@njit
-def expand_and_score(
-    dim,
-    residual,
-    residual_at,
-    rank,
-    b,
-    b_at,
-    b_rank,
-    cos,
-    sin,
-    rope_at,
-    rope_stride,
-    base,
-    base_at,
-    factors,
-    factors_at,
-    out,
-    q,
-    q_at,
-    count,
-    scores,
-    scores_at,
-    scores_stride,
-):
-    """See `_expand_and_score`."""
-    return _expand_and_score(
-        dim,
-        residual,
-        residual_at,
-        rank,
-        b,
-        b_at,
-        b_rank,
-        cos,
-        sin,
-        rope_at,
-        rope_stride,
-        base,
-        base_at,
-        factors,
-        factors_at,
-        out,
-        q,
-        q_at,
-        count,
-        scores,
-        scores_at,
-        scores_stride,
-    )
-
-
-@njit
-def score_tile(dim, keys, keys_at, q, q_at, count, out, out_at, out_stride):
-    """See `_score_tile`."""
-    return _score_tile(dim, keys, keys_at, q, q_at, count, out, out_at, out_stride)
-
-
-@njit
-def soften(scores, at, count, state, state_at):
-    """See `_soften`."""
-    return _soften(scores, at, count, state, state_at)
-
-
-@njit
-def mix_values(
-    values,
-    rows,
-    rows_at,
-    tokens,
-    size,
-    shift,
-    width,
-    probs,
-    probs_at,
-    probs_stride,
-    factors,
-    factors_at,
-    count,
-    out,
-    out_at,
-    out_stride,
-):
-    """See `_mix_values`."""
-    return _mix_values(
-        values,
-        rows,
-        rows_at,
-        tokens,
-        size,
-        shift,
-        width,
-        probs,
-        probs_at,
-        probs_stride,
-        factors,
-        factors_at,
-        count,
-        out,
-        out_at,
-        out_stride,
-    )
+turn, expand_and_score, score_tile = _function(_turn), _function(_expand_and_score), _function(_score_tile)
+soften, mix_values = _function(_soften), _function(_mix_values)
