@@ -69,8 +69,8 @@ def prefill_config(
 
     sm_80 has no operands in shared memory: q takes 32 registers and B_k, kept, up to 64, so it is read again for every
     tile, and N = 32. gfx942: the same, and 4 warps of 64 lanes, one per SIMD, may use 512 registers; one stage, since
-    64 KiB of shared memory are all there is. float32 has no matrix instructions of full precision: small tiles, right
-    rather than fast. The interpreter pays per operation, not per element: large tiles.
+    64 KiB of shared memory are all there is. float32 is there for tests: small tiles, right rather than
+    fast. The interpreter pays per operation, not per element: large tiles.
     """
     if arch == "interpreter":
         return PrefillConfig(128, 64, 4, 1, chunk=64, rolled=max(k_tiles, v_tiles) > 4)
