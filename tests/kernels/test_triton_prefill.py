@@ -84,6 +84,7 @@ def test_equals_reference_on_a_card(parameters: dict[str, Any]) -> None:
         v_width=st.sampled_from((64, 128)),
         v_chunk=st.sampled_from((32, 64)),
         reload=st.booleans(),
+        rolled=st.booleans(),
     ),
     seed=st.integers(0, 1000),
 )

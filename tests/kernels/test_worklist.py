@@ -273,7 +273,7 @@ def test_members_beyond_one_tile() -> None:
     batch = Batch()
     document = batch.fresh(10)
     rows = [batch.add(document, 3, i % 5, 160) for i in range(70)]
-    assert tile_heads(70, 4, 128) == 128 and tile_heads(70, 4, 256) == 64
+    assert tile_heads(70, 4, 128) == 128 and tile_heads(70, 4, 256) == 32
     work = make_plan(batch, [rows], programs=1)
     check(batch, work)
     shared = [len(members(work, number)) for number, item in enumerate(work.items) if item[1] == 0]

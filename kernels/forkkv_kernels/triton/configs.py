@@ -68,16 +68,16 @@ def prefill_config(
     finished K 16; B_k and B_v 4 each per 16 of rank: 93 KiB at rank 16, of 227.
 
     sm_80 has no operands in shared memory: q takes 32 registers and B_k, kept, up to 64, so it is read again for every
-    tile, and N = 32. gfx942: the same, and 4 warps of 64 lanes, one per SIMD, may use 512 registers; one stage, since
-    64 KiB of shared memory are all there is. float32 is there for tests: small tiles, right rather than
-    fast. The interpreter pays per operation, not per element: large tiles.
+    tile, N = 32, and 16 pairs are completed at a time. gfx942: the same, and 4 warps of 64 lanes, one per SIMD, may use
+    512 registers; one stage, since 64 KiB of shared memory are all there is. float32 is there for tests: small tiles,
+    right rather than fast. The interpreter pays per operation, not per element: large tiles.
     """
     if arch == "interpreter":
         return PrefillConfig(128, 64, 4, 1, chunk=64, rolled=max(k_tiles, v_tiles) > 4)
     tiles = max(k_tiles, v_tiles)
     rolled = tiles > 4 or (tiles > 1 and (head_dim > 128 or qk_norm or itemsize == 4))
     if itemsize == 4:
-        return PrefillConfig(32, 32, 8, 1, v_width=64, v_chunk=64, rolled=rolled)
+        return PrefillConfig(32, 32, 4 if arch == "gfx942" else 8, 1, v_width=64, v_chunk=64, rolled=rolled)
     width = 64 if tiles > 1 or qk_norm else 128
     if arch == "gfx942":
         return PrefillConfig(64, 32, 4, 1, 16, v_width=64, v_chunk=64, reload=tiles > 0, rolled=rolled)
@@ -85,18 +85,25 @@ def prefill_config(
         return PrefillConfig(128, 64, 8, 2 if tiles else 3, v_width=width, v_chunk=width, rolled=rolled)
     if tiles == 0:
         return PrefillConfig(128, 64, 8, 2)
-    chunk = 16 if tiles == 1 else 32
-    return PrefillConfig(128, 32, 8, 2, chunk, v_width=width, v_chunk=width, reload=True, rolled=rolled)
+    return PrefillConfig(128, 32, 8, 2, 16, v_width=width, v_chunk=width, reload=True, rolled=rolled)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Tile of the decode kernel, query heads x context tokens; warps of a program; stages of the loads."""
+    """Tile of the decode kernel, query heads x context tokens; warps of a program; stages of the loads; registers that
+    a thread may use if the compiler is not to decide it."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options for a launch."""
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
 def decode_config(arch: str, head_dim: int, k_tiles: int, v_tiles: int, itemsize: int, block_m: int) -> DecodeConfig:
@@ -111,11 +118,13 @@ def decode_config(arch: str, head_dim: int, k_tiles: int, v_tiles: int, itemsize
       M = 16, so larger tiles take 8 warps, and the largest of them, like head_dim 256, N = 32. Four of gfx942's warps
       are 256 threads already, with 512 registers each; eight would have half as many.
     * Two stages: only the loops without residual are pipelined, those with one hide latency by programs per core.
+    * On sm_80 ptxas would rather spill 40 bytes (head_dim 96) than let fewer than three programs share a core. It is
+      told that two may have all registers.
     """
-    wide_head, residual = head_dim > 128, k_tiles + v_tiles > 0
-    small = wide_head or block_m > 64 or itemsize == 4 or (residual and arch in ("sm_80", "gfx942"))
+    residual = k_tiles + v_tiles > 0
+    small = head_dim > 128 or block_m > 64 or itemsize == 4 or (residual and arch in ("sm_80", "gfx942"))
     block_n = 32 if small else 64
-    if residual and arch != "gfx942" and (block_m > 32 if wide_head else block_m > 64 and arch == "sm_80"):
+    if residual and arch == "sm_80" and block_m > 64:
         block_n = 16  # the accumulators of the tile fill half of the registers and more
-    num_warps = 4 if arch == "gfx942" or (block_m == 16 and not wide_head) else 8
-    return DecodeConfig(block_m, block_n, num_warps, 2)
+    num_warps = 4 if arch == "gfx942" or (block_m == 16 and head_dim <= 128 and itemsize < 4) else 8
+    return DecodeConfig(block_m, block_n, num_warps, 2, 255 if residual and arch == "sm_80" else None)

@@ -355,8 +355,7 @@ def decode_attention(
             BLOCK_SIZE=block_size,
             QK_NORM=own_k > 0 and k_rms is not None and residual_rms is not None,
             **_constants(config, head_dim, own_k, own_v),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.options,
         )
     merge_partials[(work.rows * num_heads,)](
         work.partial,
@@ -413,7 +412,7 @@ def compile_specs(target: Target) -> list[CompileSpec]:
             for head_dim in HEAD_DIMS
             for rank in RANKS
             for block_m in WIDE_TILES
-            if block_m <= 64 or head_dim <= 128
+            if block_m <= 32 or head_dim <= 128
         ),
         _items_spec(target, 128, 16, 16, "bf16", qk_norm=True),
         *(_items_spec(target, 128, rank, 16, "fp16") for rank in RANKS),
@@ -444,7 +443,7 @@ def _items_spec(
         decode_items,
         signature,
         constants,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        config.options,
         allowed_spill(head_dim, rank),
         matrix=dtype != "fp32",
         quick=(head_dim, rank, dtype) == (128, 64, "bf16")

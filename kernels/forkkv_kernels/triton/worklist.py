@@ -160,10 +160,10 @@ class WorkList:
 
 
 def tile_heads(rows: int, heads: int, head_dim: int) -> int:
-    """Query heads of the tile for groups of up to `rows` rows: the smallest that holds them, at most 128 (64 for heads
+    """Query heads of the tile for groups of up to `rows` rows: the smallest that holds them, at most 128 (32 for heads
     above 128, whose accumulators would not fit into registers)."""
     needed = -(-rows // (CHUNK // heads)) * CHUNK
-    sizes = [size for size in WIDE_TILES if size <= 64 or head_dim <= 128]
+    sizes = [size for size in WIDE_TILES if size <= 32 or head_dim <= 128]
     return next((size for size in sizes if size >= needed), sizes[-1])
 
 
