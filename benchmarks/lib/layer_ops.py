@@ -14,10 +14,10 @@ from benchmarks.lib.steps import Step
 from benchmarks.lib.timing import Times, take_turns
 from forkkv.lora.layers import plan_lora
 from forkkv.models.layers import FusedLinear
-from forkkv.models.llama import StepContext, rotate_and_store, token_kv_slots
+from forkkv.models.llama import StepContext, token_kv_slots
 from forkkv.models.spec import ModelSpec
 from forkkv.models.tensors import module_shape
-from forkkv_kernels.ops import has_fast_ops
+from forkkv_kernels.ops import rope_cache_write
 
 PROJECTIONS = tuple(module for modules in FUSED.values() for module in modules)
 
@@ -63,9 +63,8 @@ class LayerOps:
     def _context(self) -> StepContext:
         """As the model makes it."""
         cos, sin = self.problem.rotary(self.batch.positions, self.dtype)
-        kv_slots = token_kv_slots(self.batch) if has_fast_ops(self.device.type) else None
         lora: Any = self.step  # not used by what is called here
-        return StepContext(self.batch, self.problem.backend, self.metadata, lora, cos, sin, kv_slots)
+        return StepContext(self.batch, self.problem.backend, self.metadata, lora, cos, sin, token_kv_slots(self.batch))
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -91,9 +90,9 @@ class LayerOps:
         self.step.write_residuals(layer, self.inputs["qkv"], keys, self.problem.cache.layers[layer], 1e-5)
 
     def _rope(self, layer: int) -> None:
-        heads = self.spec.num_heads + self.spec.num_kv_heads
-        cache = self.problem.cache.layers[layer]
-        rotate_and_store(self.qkv[:, :heads], self.qkv[:, heads:], None, self.context, cache)
+        q, k, v = self.qkv.split((self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads), dim=1)
+        context, cache = self.context, self.problem.cache.layers[layer]
+        rope_cache_write(q, k, v, context.cos, context.sin, context.kv_slots, cache.k, cache.v)
 
     def works(self) -> dict[str, Work]:
         """Work of each call, in one layer."""

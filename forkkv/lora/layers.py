@@ -14,7 +14,7 @@ from forkkv.attention.paged import to_device
 from forkkv.lora.tensors import KernelLoRAStep, plan_kernel_lora, unit_slots
 from forkkv.lora.weights import AdapterWeights
 from forkkv.types import RESIDUAL_TILE, AdapterId
-from forkkv_kernels.ops import has_fast_ops
+from forkkv_kernels.ops import has_lora_kernels
 
 _LONG_RANGE = 16
 """Tokens from which a range with one adapter gets its own matrix products; shorter ones are computed together."""
@@ -125,7 +125,7 @@ def rms_of_heads(k: Tensor, eps: float) -> Tensor:
 def plan_lora(weights: AdapterWeights, batch: ForwardBatch) -> LoRAStep | KernelLoRAStep:
     """Decide for every token how its adapter is applied: by kernels where the device has them, else by matrix products
     per range of tokens. Raises `KeyError` if a row names an empty slot."""
-    if has_fast_ops(batch.input_ids.device.type):
+    if has_lora_kernels(batch.input_ids.device.type):
         return plan_kernel_lora(weights, batch)
     host = batch.host
     runs: list[tuple[int, int, int]] = []

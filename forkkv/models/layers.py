@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from forkkv.errors import ModelLoadError
 from forkkv.models.spec import ModelSpec
 from forkkv_kernels.memory import empty_in_huge_pages
+from forkkv_kernels.ops import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, rms in float32."""
+    """x / rms(x) * weight over the last dimension, rms in float32, after x += delta in place."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, delta)
 
 
 class FusedLinear(nn.Module):
@@ -72,8 +73,8 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", angles.sin().to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin [T, 1, D / 2] in `dtype` at `positions` [T]."""
-        return tuple(table.index_select(0, positions).unsqueeze(1).to(dtype) for table in (self.cos, self.sin))  # type: ignore[return-value]
+        """cos, sin [T, D / 2] in `dtype` at `positions` [T]."""
+        return tuple(table.index_select(0, positions).to(dtype) for table in (self.cos, self.sin))  # type: ignore[return-value]
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> Tensor:
@@ -99,13 +100,3 @@ def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
     periods = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((periods - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * kept + frequencies / scaling["factor"] * (1.0 - kept)
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [T, heads, D]; cos, sin [T, 1, D / 2]. Returns a new tensor."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out

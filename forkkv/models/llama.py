@@ -19,9 +19,10 @@ from forkkv.errors import ModelLoadError
 from forkkv.lora.layers import LoRAStep, plan_lora, rms_of_heads
 from forkkv.lora.tensors import KernelLoRAStep
 from forkkv.lora.weights import AdapterWeights
-from forkkv.models.layers import FusedLinear, RMSNorm, RotaryTable, TiedHead, apply_rotary
+from forkkv.models.layers import FusedLinear, RMSNorm, RotaryTable, TiedHead
 from forkkv.models.spec import ModelSpec
-from forkkv_kernels.ops import has_fast_ops, rope_cache_write
+from forkkv_kernels.implementations import prepare
+from forkkv_kernels.ops import rope_cache_write, swiglu
 
 _HEAD_COPY_BYTES = 256 << 20
 """Tied embeddings up to this size get a transposed copy as head on CPUs, see `FusedLinear`."""
@@ -44,8 +45,8 @@ class StepContext:
     lora: LoRAStep | KernelLoRAStep
     cos: Tensor
     sin: Tensor
-    kv_slots: Tensor | None = None
-    """[T] flat slot of every token's K and V, -1: not stored. Given where one kernel rotates and stores."""
+    kv_slots: Tensor
+    """[T] flat slot of every token's K and V, -1: not stored."""
 
 
 class Attention(nn.Module):
@@ -78,7 +79,18 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             rms = rms_of_heads(heads[:, q_heads:], self.eps)
             heads = torch.cat((self.q_norm(heads[:, :q_heads]), self.k_norm(heads[:, q_heads:])), dim=1)
-        queries = rotate_and_store(heads, values, rms, step, cache)
+        queries = rope_cache_write(
+            heads[:, :q_heads],
+            heads[:, q_heads:],
+            values,
+            step.cos,
+            step.sin,
+            step.kv_slots,
+            cache.k,
+            cache.v,
+            k_rms=rms,
+            k_rms_cache=cache.k_rms,
+        )
         attended = step.backend.run(queries, cache, lora.expansion(index), step.attention).reshape(-1, q_size)
         out = self.o(attended)
         lora.apply(index, "o", attended, out)
@@ -98,8 +110,7 @@ class MLP(nn.Module):
         """[T, hidden] -> [T, hidden]."""
         both = self.gate_up(hidden)
         lora.apply(self.index, "gate_up", hidden, both)
-        gate, up = both.chunk(2, dim=-1)
-        inner = F.silu(gate).mul_(up)
+        inner = swiglu(both)
         out = self.down(inner)
         lora.apply(self.index, "down", inner, out)
         return out
@@ -116,9 +127,10 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(index, weights)
 
     def forward(self, hidden: Tensor, step: StepContext, cache: LayerCache) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden]; `step.batch.weights_slot` tells which tokens run base weights."""
-        hidden = hidden + self.attention(self.input_norm(hidden), step, cache)
-        return hidden.add_(self.mlp(self.post_attention_norm(hidden), step.lora))
+        """hidden [T, hidden], changed in place and returned; `step.batch.weights_slot` tells which tokens run base
+        weights."""
+        attended = self.attention(self.input_norm(hidden), step, cache)
+        return hidden.add_(self.mlp(self.post_attention_norm(hidden, attended), step.lora))
 
 
 class LayerWeights:
@@ -153,6 +165,7 @@ class LlamaModel(nn.Module):
         Raises `ModelLoadError` for missing tensors and for RoPE scaling that is not implemented.
         """
         super().__init__()
+        prepare(device.type)
         self.spec, self.device, self.dtype = spec, device, dtype
         top = LayerWeights(weights, "", device, dtype)
         self.embedding = nn.Parameter(top.take("embed_tokens.weight"), requires_grad=False)
@@ -182,8 +195,8 @@ class LlamaModel(nn.Module):
     def forward(self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, lora: AdapterWeights) -> Tensor:
         """Logits [S, vocab] of the batch's `sample_tokens`. Writes K, V and residuals of the step into `cache`."""
         cos, sin = self.rotary(batch.positions, self.dtype)
-        kv_slots = token_kv_slots(batch) if has_fast_ops(batch.input_ids.device.type) else None
-        step = StepContext(batch, backend, backend.plan(batch), plan_lora(lora, batch), cos, sin, kv_slots)
+        lora_step = plan_lora(lora, batch)
+        step = StepContext(batch, backend, backend.plan(batch), lora_step, cos, sin, token_kv_slots(batch))
         return self.logits(step, cache)
 
     def logits(self, step: StepContext, cache: Cache) -> Tensor:
@@ -208,42 +221,9 @@ def attention_shape(spec: ModelSpec) -> AttentionShape:
     return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, spec.qk_norm)
 
 
-def rotate_and_store(heads: Tensor, values: Tensor, rms: Tensor | None, step: StepContext, cache: LayerCache) -> Tensor:
-    """Rotate the query and key heads [T, H + Hkv, D], store keys and values [T, Hkv, D] (and rms [T, Hkv]) in `cache`,
-    in place; returns the rotated queries [T, H, D]."""
-    q_heads = heads.shape[1] - values.shape[1]
-    if step.kv_slots is None:
-        heads = apply_rotary(heads, step.cos, step.sin)
-        write_kv(cache, step.batch, heads[:, q_heads:], values, rms)
-        return heads[:, :q_heads]
-    return rope_cache_write(
-        heads[:, :q_heads],
-        heads[:, q_heads:],
-        values,
-        step.cos.squeeze(1),
-        step.sin.squeeze(1),
-        step.kv_slots,
-        cache.k,
-        cache.v,
-        k_rms=rms,
-        k_rms_cache=cache.k_rms,
-    )
-
-
 def token_kv_slots(batch: ForwardBatch) -> Tensor:
     """[T] int64: the flat cache slot of every token, -1 for tokens that are not stored."""
     if batch.kv_tokens is None and len(batch.kv_slots) == batch.num_tokens:
         return batch.kv_slots
     slots = torch.full_like(batch.positions, -1)
     return slots if batch.kv_tokens is None else slots.index_copy_(0, batch.kv_tokens, batch.kv_slots)
-
-
-def write_kv(cache: LayerCache, batch: ForwardBatch, keys: Tensor, values: Tensor, rms: Tensor | None) -> None:
-    """Store keys, values [T, Hkv, D] (and rms [T, Hkv]) of the tokens that the batch stores, in place."""
-    if batch.kv_slots.numel() == 0:
-        return
-    for target, source in ((cache.k, keys), (cache.v, values), (cache.k_rms, rms)):
-        if target is None or source is None:
-            continue
-        chosen = source if batch.kv_tokens is None else source.index_select(0, batch.kv_tokens)
-        target.flatten(0, 1).index_copy_(0, batch.kv_slots, chosen.to(target.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ REFERENCE: dict[str, Implementation] = {
     "lora_expand": reference_ops.lora_expand_reference,
     "residual_shrink_write": reference_ops.residual_shrink_write_reference,
     "rope_cache_write": reference_ops.rope_cache_write_reference,
+    "rms_norm": reference_ops.rms_norm_reference,
+    "swiglu": reference_ops.swiglu_reference,
 }
 """Every operation, in plain PyTorch."""
 REGISTERED: dict[tuple[str, str], Implementation] = {}
@@ -34,27 +37,46 @@ def register(name: str, device_type: str, implementation: Implementation) -> Non
 
 def implementation(name: str, tensor: Tensor) -> Implementation:
     """What runs the operation `name` on the device of `tensor`."""
-    _load(tensor.device.type)
+    prepare(tensor.device.type)
     return REGISTERED.get((name, tensor.device.type), REFERENCE[name])
 
 
 def has_fast(device_type: str, names: tuple[str, ...]) -> bool:
     """Whether all of these operations have an implementation of their own for the device, not the reference."""
-    _load(device_type)
+    prepare(device_type)
     return all((name, device_type) in REGISTERED for name in names)
 
 
-def _load(device_type: str) -> None:
-    """Register the Triton kernels when the first tensor on a GPU turns up. (ROCm devices are called "cuda" too.)"""
-    if device_type != "cuda" or ("lora_shrink", "cuda") in REGISTERED:
-        return
+@functools.cache
+def prepare(device_type: str) -> None:
+    """Register the project's own kernels for a device. Called before the first operation on it at the latest; call it
+    earlier where that is no time to compile. (ROCm devices are called "cuda" too.)"""
+    own = {"cuda": _triton, "cpu": _numba}.get(device_type, dict)()
+    for name, kernel in own.items():
+        REGISTERED.setdefault((name, device_type), kernel)
+
+
+def _triton() -> dict[str, Implementation]:
     from forkkv_kernels.triton import lora, prefill, rope
 
-    for name, kernel in (
-        ("residual_attention", prefill.residual_attention_prefill),
-        ("lora_shrink", lora.lora_shrink),
-        ("lora_expand", lora.lora_expand),
-        ("residual_shrink_write", lora.residual_shrink_write),
-        ("rope_cache_write", rope.rope_cache_write),
-    ):
-        REGISTERED.setdefault((name, "cuda"), kernel)
+    return {
+        "residual_attention": prefill.residual_attention_prefill,
+        "lora_shrink": lora.lora_shrink,
+        "lora_expand": lora.lora_expand,
+        "residual_shrink_write": lora.residual_shrink_write,
+        "rope_cache_write": rope.rope_cache_write,
+    }
+
+
+def _numba() -> dict[str, Implementation]:
+    """Nothing without Numba: the references then do."""
+    try:
+        from forkkv_kernels.cpu import elementwise
+    except ImportError:
+        return {}
+    elementwise.kernels()
+    return {
+        "rope_cache_write": elementwise.rope_cache_write,
+        "rms_norm": elementwise.rms_norm,
+        "swiglu": elementwise.swiglu,
+    }

@@ -1,5 +1,6 @@
-"""Multi-LoRA products, residual writes and rotation: one signature per operation, the implementation chosen by the
-device of the tensors. None of them synchronises with the host on a GPU, so all can be captured in graphs."""
+"""Multi-LoRA products, residual writes, rotation, norm and SwiGLU: one signature per operation, the implementation
+chosen by the device of the tensors. On a GPU none of them synchronises with the host, so all can be captured in graphs.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from torch import Tensor
 from forkkv_kernels.implementations import has_fast, implementation
 from forkkv_kernels.lora_plan import ResidualTable, TokenTiles
 
-_NAMES = ("lora_shrink", "lora_expand", "residual_shrink_write", "rope_cache_write")
+_LORA = ("lora_shrink", "lora_expand", "residual_shrink_write")
 
 
-def has_fast_ops(device_type: str) -> bool:
-    """Whether every operation of this module has an implementation of its own for the device, not the reference."""
-    return has_fast(device_type, _NAMES)
+def has_lora_kernels(device_type: str) -> bool:
+    """Whether the operations of adapters have implementations of their own for the device, not just references."""
+    return has_fast(device_type, _LORA)
 
 
 def lora_shrink(x: Tensor, a: Tensor, tokens: TokenTiles, slot_tiles: Tensor) -> Tensor:
@@ -73,4 +74,17 @@ def rope_cache_write(
     result: Tensor = rotate_and_store(
         q, k, v, cos, sin, slots, k_cache, v_cache, k_rms=k_rms, k_rms_cache=k_rms_cache, out=out
     )
+    return result
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+    """x / rms(x) * weight over the last dimension, rms in float32; a new tensor. With `delta`, shaped as x, x += delta
+    comes first, in place."""
+    result: Tensor = implementation("rms_norm", x)(x, weight, eps, delta)
+    return result
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """silu(gate) * up of both = [gate, up] [T, 2 * n] -> [T, n], a new tensor."""
+    result: Tensor = implementation("swiglu", both)(both)
     return result

@@ -1,11 +1,12 @@
-"""The multi-LoRA, residual write and rotation operations in plain PyTorch: oracles, clear rather than fast.
+"""The operations of `forkkv_kernels.ops` in plain PyTorch: oracles, clear rather than fast.
 
-They read index tables on the host, so on a GPU they synchronise with it.
+Those of the adapters read index tables on the host, so on a GPU they synchronise with it.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forkkv_kernels.lora_plan import TILE, ResidualTable, TokenTiles
@@ -79,6 +80,19 @@ def rope_cache_write_reference(
     for cache, source in pairs:
         cache.view(-1, *cache.shape[2:])[targets] = source[kept].to(cache.dtype)
     return rotated if out is None else out.copy_(rotated)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+    """See `forkkv_kernels.ops.rms_norm`."""
+    if delta is not None:
+        x.add_(delta)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def swiglu_reference(both: Tensor) -> Tensor:
+    """See `forkkv_kernels.ops.swiglu`."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 def _ranges(tokens: TokenTiles) -> list[tuple[int, Tensor]]:

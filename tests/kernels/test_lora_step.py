@@ -82,7 +82,7 @@ def run_steps(folders: Folders) -> tuple[list[Tensor], list[Tensor], AdapterWeig
 def test_step_equals_the_cpu_path(folders: Folders, fast_ops: Callable[[], None]) -> None:
     expected, expected_cache, _ = run_steps(folders)
     fast_ops()
-    assert ops.has_fast_ops("cpu")
+    assert ops.has_lora_kernels("cpu")
     actual, cache, _ = run_steps(folders)
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from forkkv_kernels.cpu import attention, int8
+from forkkv_kernels.cpu import attention, elementwise, int8
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     attention.kernels()
+    elementwise.kernels()
     int8.kernels()
 
 
