@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from forkkv.config import EngineConfig
-from forkkv.engine.probe import probe_adapters, warn_of_loss
+from forkkv.engine.probe import probe_at_load
 from forkkv.executor.executor import Executor
 from forkkv.kvcache.manager import KVCacheManager
 from forkkv.log import get_logger
 from forkkv.lora.registry import AdapterRegistry, AdapterSlots
 from forkkv.scheduler.scheduler import Scheduler
-from forkkv.sharing import needs_probe, reads_residual
-from forkkv.types import (
-    RESIDUAL_TILE,
-    AdapterMeta,
-    AdapterReport,
-    EngineInfo,
-    EngineOutput,
-    EngineRequest,
-    StepPlan,
-    StepResult,
-    StepStats,
-)
+from forkkv.sharing import reads_residual
+from forkkv.types import RESIDUAL_TILE, EngineInfo, EngineOutput, EngineRequest, StepPlan, StepResult, StepStats
 
 logger = get_logger(__name__)
 
@@ -53,7 +42,7 @@ class EngineCore:
         self.executor = executor
         self._debug_checks = debug_checks
         # Before the pools are sized: who shares decides how much of the memory is for residuals.
-        self.adapters, self.reports = self._probe(probe_tokens)
+        self.adapters, self.reports = probe_at_load(executor, config, probe_tokens)
         num_kv_blocks, num_residual_units = self._size_pools()
         executor.allocate_cache(num_kv_blocks, num_residual_units)
         self.kv = KVCacheManager(config.cache.block_size, num_kv_blocks, num_residual_units)
@@ -71,23 +60,6 @@ class EngineCore:
         self._last_step_id = -1
         self._last_step_seconds = 0.0
         self._last_step_time = time.time()
-
-    def _probe(
-        self, probe_tokens: Callable[[], Sequence[int]] | None
-    ) -> tuple[tuple[AdapterMeta, ...], tuple[AdapterReport, ...]]:
-        """Adapters and reports with the figures and decisions of the probe."""
-        executor, lora, mode = self.executor, self.config.lora, self.config.scheduler.kv_sharing
-        unsure = [meta for meta in executor.adapters if needs_probe(meta, mode)]
-        probes = {}
-        if unsure and lora.probe and probe_tokens is not None:
-            probes = probe_adapters(executor, unsure, probe_tokens(), self.config)
-        if mode == "fork":
-            for meta in unsure:
-                warn_of_loss(meta.name, probes.get(meta.adapter_id))
-        passed = {adapter_id for adapter_id, probe in probes.items() if probe.kl <= lora.max_probe_kl}
-        adapters = tuple(replace(meta, passed_probe=meta.adapter_id in passed) for meta in executor.adapters)
-        reports = tuple(replace(report, probe=probes.get(report.adapter_id)) for report in executor.reports)
-        return adapters, reports
 
     def _size_pools(self) -> tuple[int, int]:
         cache, spec = self.config.cache, self.executor.cache_spec

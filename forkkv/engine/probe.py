@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from forkkv.config import EngineConfig
 from forkkv.executor.executor import Executor
 from forkkv.log import get_logger
 from forkkv.scheduler.fork import fork_point
+from forkkv.sharing import needs_probe
 from forkkv.types import (
     AdapterId,
     AdapterLoad,
     AdapterMeta,
     AdapterProbe,
+    AdapterReport,
     BlockId,
     NewSequence,
     ResidualWrite,
@@ -35,6 +38,26 @@ logger = get_logger(__name__)
 COMPARED_SHARE = 4
 """One of this many tokens of the text stands behind the fork point and is compared."""
 PREFIX = "prefix"
+
+
+def probe_at_load(
+    executor: Executor, config: EngineConfig, probe_tokens: Callable[[], Sequence[int]] | None
+) -> tuple[tuple[AdapterMeta, ...], tuple[AdapterReport, ...]]:
+    """The executor's adapters and reports with the probe's decisions and figures. `probe_tokens` gives the text's
+    tokens and is called if an adapter needs them; None: nothing is probed. Under `fork` each plain adapter is warned
+    of. Raises what the executor raises."""
+    lora, mode = config.lora, config.scheduler.kv_sharing
+    unsure = [meta for meta in executor.adapters if needs_probe(meta, mode)]
+    probes: dict[AdapterId, AdapterProbe] = {}
+    if unsure and lora.probe and probe_tokens is not None:
+        probes = probe_adapters(executor, unsure, probe_tokens(), config)
+    if mode == "fork":
+        for meta in unsure:
+            _warn(meta.name, probes.get(meta.adapter_id))
+    passed = {adapter_id for adapter_id, probe in probes.items() if probe.kl <= lora.max_probe_kl}
+    adapters = tuple(replace(meta, passed_probe=meta.adapter_id in passed) for meta in executor.adapters)
+    reports = tuple(replace(report, probe=probes.get(report.adapter_id)) for report in executor.reports)
+    return adapters, reports
 
 
 def probe_adapters(
@@ -63,8 +86,7 @@ def probe_adapters(
     return {adapter.adapter_id: measured[adapter.digest] for adapter in adapters}
 
 
-def warn_of_loss(name: str, probe: AdapterProbe | None) -> None:
-    """Log what `--kv-sharing fork` does to a plain adapter."""
+def _warn(name: str, probe: AdapterProbe | None) -> None:
     figure = "its loss was not measured"
     if probe is not None:
         figure = f"KL {probe.kl:.4f} to its own distributions, top-1 agreement {probe.top1_agreement:.1%}"

@@ -1,4 +1,4 @@
-"""Which tokens adapters are probed with."""
+"""Which tokens adapters are probed with, and how they reach the engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from forkkv.engine import wire
+from forkkv.engine.client import ProcClient
 from forkkv.errors import ConfigError
 from forkkv.frontend.probe_text import DOCUMENT, PROBE_TOKENS, probe_tokens
 
@@ -28,3 +30,15 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, tokenizer) -> None:
     for file in (tmp_path / "binary", tmp_path / "missing", tmp_path):
         with pytest.raises(ConfigError, match=f"--probe-file {file}"):
             probe_tokens(tokenizer, str(file))
+
+
+@pytest.mark.parametrize("wanted_first", [False, True])
+def test_tokens_are_sent_once_they_are_wanted_and_there(wanted_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, sent = ProcClient("ipc:///tmp/never.sock"), []
+    monkeypatch.setattr(client, "_send", sent.append)
+    steps = [lambda: client._handle(wire.ProbeWanted()), lambda: client.offer_probe([5, 6])]
+    first, second = steps if wanted_first else steps[::-1]
+    first()
+    assert not sent
+    second()
+    assert sent == [wire.ProbeTokens((5, 6))]
