@@ -74,6 +74,10 @@ class LoRAConfig:
     max_loras: int = 8
     """Adapters whose full weights are resident, i.e. may run in one batch."""
     max_lora_rank: int = 64
+    probe: bool = True
+    """Measure plain adapters at load in the modes `auto` and `fork`; without, `auto` keeps them private."""
+    max_probe_kl: float = 0.02
+    """Largest mean KL per token (nats) at which `auto` lets a plain adapter share."""
     teams: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """(team name, adapter names); a base prefill of one member fans out to its team."""
 
@@ -106,6 +110,8 @@ class EngineConfig:
             raise ConfigError("--residual-fanout must not be negative")
         if lora.max_loras < 1 or lora.max_lora_rank < 1:
             raise ConfigError("--max-loras and --max-lora-rank must be at least 1")
+        if not lora.max_probe_kl >= 0:
+            raise ConfigError("--max-probe-kl must not be negative")
         names = [module.name for module in lora.modules]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"--lora-modules names an adapter twice: {', '.join(duplicates)}")

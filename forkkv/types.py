@@ -46,6 +46,8 @@ class AdapterMeta:
     rank_v: int
     invocation_tokens: tuple[int, ...] = ()
     team: str | None = None
+    passed_probe: bool = False
+    """Plain adapters: measured under `fork` and within `--max-probe-kl`, so that `auto` shares."""
 
     @property
     def k_tiles(self) -> int:
@@ -54,6 +56,22 @@ class AdapterMeta:
     @property
     def v_tiles(self) -> int:
         return -(-self.rank_v // RESIDUAL_TILE)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterProbe:
+    """What sharing costs one plain adapter on the probe's text: its distributions under `fork` against its own, private
+    ones, at the tokens from `fork_point` on."""
+
+    kl: float
+    """Mean KL(private || fork) per token in nats; inf if a logit was not finite."""
+    top1_agreement: float
+    """Share of the tokens at which both have the same most likely token."""
+    num_tokens: int
+    """Tokens that were compared."""
+    fork_point: int
+    seconds: float
+    """Wall time of the batch that it was measured in, divided by that batch's adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +90,8 @@ class AdapterReport:
     num_bytes: int
     unmatched: tuple[str, ...] = ()
     """Names of ignored tensors; always empty, since a tensor that does not match is refused."""
+    probe: AdapterProbe | None = None
+    """None if it was not measured: no plain adapter, a mode that needs no figure, or `--no-probe`."""
 
 
 # ---- requests ---------------------------------------------------------------------------------------------------
@@ -270,6 +290,14 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(segment.num_tokens for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far the distributions of one teacher-forced sequence are from those of another; see `AdapterProbe`."""
+
+    kl: float
+    top1_agreement: float
 
 
 @dataclass(frozen=True, slots=True)

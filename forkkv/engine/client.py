@@ -182,6 +182,8 @@ class ProcClient:
         self._streams: dict[str, RequestStream] = {}
         self._flushes: list[asyncio.Future[bool]] = []
         self._ready = asyncio.Event()
+        self._probe_tokens: tuple[int, ...] | None = None
+        self._probe_wanted = False
         self._closing = False
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -239,6 +241,15 @@ class ProcClient:
         if self.error is not None:
             raise self.error
         return self.info
+
+    def offer_probe(self, token_ids: Iterable[int]) -> None:
+        """Tokens of the probe's text, for the engine to measure adapters with; sent when it asks for them."""
+        self._probe_tokens = tuple(token_ids)
+        self._send_probe()
+
+    def _send_probe(self) -> None:
+        if self._probe_wanted and self._probe_tokens is not None:
+            self._send(wire.ProbeTokens(self._probe_tokens))
 
     def generate(self, *requests: EngineRequest) -> RequestStream:
         """Send requests with distinct, unused ids; they are on their way when this returns."""
@@ -345,6 +356,9 @@ class ProcClient:
                 answer = self._flushes.pop(0)
                 if not answer.done():
                     answer.set_result(ok)
+            case wire.ProbeWanted():
+                self._probe_wanted = True
+                self._send_probe()
             case wire.Ready(info, stats):
                 self._info = info
                 self._set_stats(stats)
@@ -395,11 +409,17 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 class InprocClient:
     """The same core in this process, for the offline `LLM` and tests. Synchronous; not thread-safe."""
 
-    def __init__(self, config: EngineConfig, core: EngineCore | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        core: EngineCore | None = None,
+        probe_tokens: Callable[[], Sequence[int]] | None = None,
+    ):
+        """`probe_tokens`: see `EngineCore`."""
         if core is None:
             from forkkv.engine.core import EngineCore
 
-            core = EngineCore(config)
+            core = EngineCore(config, probe_tokens=probe_tokens)
         self.core = core
         self.info = core.info
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from forkkv.config import EngineConfig
+from forkkv.engine.probe import probe_at_load
 from forkkv.executor.executor import Executor
 from forkkv.kvcache.manager import KVCacheManager
 from forkkv.log import get_logger
@@ -20,11 +21,19 @@ logger = get_logger(__name__)
 class EngineCore:
     """Add requests, call `step` while `has_work`, give the outputs to clients. Not thread-safe.
 
-    `executor` None builds the single-process executor for `config`, which loads the model and the adapters. With
-    `debug_checks` the ownership invariants are asserted after every step (slow; for tests).
+    `executor` None builds the single-process executor for `config`, which loads the model and the adapters.
+    `probe_tokens` gives the tokens of the probe's text; called at most once, if an adapter is to be probed. None: no
+    adapter is. With `debug_checks` the ownership invariants are asserted after every step (slow; for tests).
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None, *, debug_checks: bool = False):
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor | None = None,
+        *,
+        probe_tokens: Callable[[], Sequence[int]] | None = None,
+        debug_checks: bool = False,
+    ):
         if executor is None:
             from forkkv.executor.uniproc import UniprocExecutor
 
@@ -32,13 +41,15 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self._debug_checks = debug_checks
+        # Before the pools are sized: who shares decides how much of the memory is for residuals.
+        self.adapters, self.reports = probe_at_load(executor, config, probe_tokens)
         num_kv_blocks, num_residual_units = self._size_pools()
         executor.allocate_cache(num_kv_blocks, num_residual_units)
         self.kv = KVCacheManager(config.cache.block_size, num_kv_blocks, num_residual_units)
         self.scheduler = Scheduler(
             config.scheduler,
             self.kv,
-            AdapterRegistry(executor.adapters),
+            AdapterRegistry(self.adapters),
             AdapterSlots(config.lora.max_loras),
             max_model_len=executor.max_model_len,
             eos_token_ids=executor.eos_token_ids,
@@ -55,7 +66,7 @@ class EngineCore:
         share = cache.residual_share
         if share is None:
             sharing = self.config.scheduler.kv_sharing
-            readers = [meta for meta in self.executor.adapters if reads_residual(meta, sharing)]
+            readers = [meta for meta in self.adapters if reads_residual(meta, sharing)]
             ranks = [max(meta.rank_k, meta.rank_v) for meta in readers]
             # The requester's own residual is mandatory, also where nothing fans out.
             fanout = min(max(1, self.config.scheduler.residual_fanout), len(readers))
@@ -66,7 +77,7 @@ class EngineCore:
 
     def _describe(self, num_kv_blocks: int, num_residual_units: int) -> EngineInfo:
         executor, block_size = self.executor, self.config.cache.block_size
-        ranks = [(meta.k_tiles + meta.v_tiles) for meta in executor.adapters]
+        ranks = [(meta.k_tiles + meta.v_tiles) for meta in self.adapters]
         units_per_block = max(ranks, default=2) or 2
         info = EngineInfo(
             model=executor.model_name,
@@ -77,8 +88,8 @@ class EngineCore:
             block_size=block_size,
             kv_capacity_tokens=(num_kv_blocks - 1) * block_size,
             residual_capacity_tokens=(num_residual_units - 1) // units_per_block * block_size,
-            adapters=executor.adapters,
-            reports=executor.reports,
+            adapters=self.adapters,
+            reports=self.reports,
             device=executor.device,
             dtype=executor.dtype,
             quantization=executor.quantization,

@@ -137,13 +137,24 @@ def follow_parent(parent_pid: int) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+def ask_probe_tokens(socket: zmq.Socket[bytes]) -> tuple[int, ...]:
+    """Ask the peer, which has the tokenizer, for the probe's text and wait for it. Raises `SystemExit` if the peer
+    gives up instead."""
+    socket.send(wire.encode(wire.ProbeWanted()))
+    match wire.decode_to_core(socket.recv()):
+        case wire.ProbeTokens(token_ids):
+            return token_ids
+        case _:
+            raise SystemExit(0)
+
+
 def serve(socket: zmq.Socket[bytes], config_json: bytes) -> int:
     """Build the core and run the loop; returns the exit status. Every failure is reported to the peer first."""
     try:
         config = wire.decode_config(config_json)
         from forkkv.engine.core import EngineCore
 
-        EngineLoop(EngineCore(config), socket).run()
+        EngineLoop(EngineCore(config, probe_tokens=lambda: ask_probe_tokens(socket)), socket).run()
     except ForkKVError as error:
         socket.send(wire.encode(wire.Failed(str(error))))
         return 1

@@ -25,8 +25,18 @@ class Flush(msgspec.Struct, tag="flush", frozen=True):
     """Drop every unleased block; answered by one `Flushed`."""
 
 
+class ProbeTokens(msgspec.Struct, tag="probe_tokens", frozen=True):
+    """Answer to `ProbeWanted`: the tokens of the probe's text."""
+
+    token_ids: tuple[int, ...]
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """Leave the loop and exit with status 0."""
+
+
+class ProbeWanted(msgspec.Struct, tag="probe_wanted", frozen=True):
+    """The engine loads an adapter that must be probed and waits for the tokens of the text."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -70,8 +80,8 @@ class Flushed(msgspec.Struct, tag="flushed", frozen=True):
     ok: bool
 
 
-ToCore = Add | Abort | Flush | Shutdown
-FromCore = Ready | Failed | Accepted | Rejected | Outputs | Flushed
+ToCore = Add | Abort | Flush | ProbeTokens | Shutdown
+FromCore = ProbeWanted | Ready | Failed | Accepted | Rejected | Outputs | Flushed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core = msgspec.msgpack.Decoder(ToCore)

@@ -33,6 +33,7 @@ from forkkv.config import (
     SchedulerConfig,
 )
 from forkkv.errors import ConfigError
+from forkkv.frontend.probe_text import PROBE_TOKENS
 from forkkv.types import KVSharing
 
 PROG = "forkkv serve"
@@ -104,7 +105,17 @@ class ServerArgs(BaseSettings):
     kv_sharing: KVSharing | None = Field(
         None,
         description="none: private caches; auto: share where the adapter's own definition is sharing (fork-LoRA, "
-        "aLoRA); fork: share plain adapters too. Default: auto with --enable-forkkv, else none.",
+        "aLoRA) and plain adapters that pass the probe; fork: share all plain adapters too. Default: auto with "
+        "--enable-forkkv, else none.",
+    )
+    probe: bool = Field(
+        True, description="Measure at start what sharing costs each plain adapter; without, auto keeps them private."
+    )
+    probe_file: str | None = Field(
+        None, description=f"Text to measure with, its first {PROBE_TOKENS} tokens; default: a built-in document."
+    )
+    max_probe_kl: float = Field(
+        0.02, ge=0, description="Mean KL per token, in nats, up to which auto shares a plain adapter."
     )
     fork_tail: int = Field(64, ge=1, description="Prompt tokens before the end that an adapter runs itself by default.")
     residual_fanout: int = Field(8, ge=0, description="Adapters whose residual one base prefill may write besides.")
@@ -205,6 +216,8 @@ def resolve(args: ServerArgs) -> EngineConfig:
             modules=tuple(LoRAModule(module.name, module.path) for module in args.lora_modules),
             max_loras=args.max_loras,
             max_lora_rank=args.max_lora_rank,
+            probe=args.probe,
+            max_probe_kl=args.max_probe_kl,
             teams=tuple((team, tuple(members)) for team, members in args.teams.items()),
         ),
     )
@@ -300,8 +313,8 @@ def _module_values(text: str) -> list[Any]:
 
 
 def load_config_file(path: Path) -> dict[str, Any]:
-    """Settings of a YAML file, keys with `_` or `-`. Relative adapter paths, and a model path that exists there, are
-    resolved against the file's folder. Raises `ConfigError`."""
+    """Settings of a YAML file, keys with `_` or `-`. Relative paths of adapters and of the probe's text, and a model
+    path that exists there, are resolved against the file's folder. Raises `ConfigError`."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -315,6 +328,8 @@ def load_config_file(path: Path) -> dict[str, Any]:
     model = values.get("model")
     if isinstance(model, str) and (folder / model).exists():
         values["model"] = str(folder / model)
+    if isinstance(probe_file := values.get("probe_file"), str):
+        values["probe_file"] = str(folder / Path(probe_file).expanduser())
     modules = values.get("lora_modules") or []
     if not isinstance(modules, list):
         raise ConfigError(f"{CONFIG_FLAG} {path}: lora_modules must be a list")

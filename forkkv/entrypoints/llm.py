@@ -17,6 +17,7 @@ from forkkv.errors import RequestError
 from forkkv.frontend.chat import encode_chat
 from forkkv.frontend.input import InputProcessor, Job, split_completions
 from forkkv.frontend.output import Delta, Generation, Token
+from forkkv.frontend.probe_text import probe_tokens
 from forkkv.frontend.tokenizer import Tokenizer
 from forkkv.types import CacheUsage, EngineOutput, EngineRequest, SamplingParams, TokenLogprob
 
@@ -58,8 +59,8 @@ class LLM:
         config: EngineConfig = resolve(args)
         for name, value in THREAD_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self.client = InprocClient(config)
         self.tokenizer = Tokenizer.load(args.model, args.load_format)
+        self.client = InprocClient(config, probe_tokens=lambda: probe_tokens(self.tokenizer, args.probe_file))
         self.processor = InputProcessor(self.client.info, self.tokenizer, args.base_name)
 
     def generate(

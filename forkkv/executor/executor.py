@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from forkkv.kvcache.spec import CacheSpec
-from forkkv.types import AdapterMeta, AdapterReport, StepPlan, StepResult
+from forkkv.types import AdapterMeta, AdapterReport, Divergence, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -25,6 +26,14 @@ class Executor(Protocol):
 
     def cache_memory_bytes(self) -> int:
         """Bytes that the two pools may take on this device, after weights and a working reserve."""
+        ...
+
+    def compare(
+        self, plan: StepPlan, pairs: Sequence[tuple[str, str]], num_kv_blocks: int, num_residual_units: int
+    ) -> list[Divergence]:
+        """Run `plan` on a cache of its own, of that many blocks and units, and compare sequences in pairs (reference,
+        other): the distributions after every token of their segments that sample, which must be as many. Called before
+        `allocate_cache`; of what `execute` sees only the adapter slots change. Runs the whole plan in one pass."""
         ...
 
     def allocate_cache(self, num_kv_blocks: int, num_residual_units: int) -> None:

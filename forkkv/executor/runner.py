@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from forkkv.attention.backend import AttentionBackend
+from forkkv.attention.batch import ForwardBatch
+from forkkv.attention.paged import to_device
 from forkkv.executor.batch_builder import build_batch
 from forkkv.executor.cache import PagedCache
 from forkkv.executor.graphs import DecodeGraphs
@@ -55,6 +60,19 @@ class ModelRunner:
         wanted = {name: entry for name, entry in zip(names, logprobs, strict=True) if entry is not None}
         return StepResult(plan.step_id, dict(zip(names, tokens, strict=True)), wanted)
 
+    @torch.inference_mode()
+    def score(self, plan: StepPlan) -> dict[str, Tensor]:
+        """Run one step as `execute` does, and give the logits [num_tokens, vocab] after every token of the segments
+        that sample, by request. Nothing is sampled: the tokens that follow are known. Mutates and raises alike."""
+        self._prepare(plan)
+        batch = self._batch(plan)
+        ends = batch.host.cu_seqlens_q.tolist()
+        rows = {s.request_id: np.arange(ends[i], ends[i + 1]) for i, s in enumerate(plan.segments) if s.sample}
+        wanted = to_device(np.concatenate(list(rows.values())), self.model.device)
+        logits = self.model(replace(batch, sample_tokens=wanted), self.cache, self.backend, self.lora)
+        parts = logits.split([len(tokens) for tokens in rows.values()])
+        return dict(zip(rows, parts, strict=True))
+
     def _prepare(self, plan: StepPlan) -> None:
         """Everything that precedes the forward pass."""
         for request_id in plan.dropped:
@@ -69,10 +87,13 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Logits [S, vocab] of the sampled rows."""
-        batch = build_batch(plan.segments, plan.groups, self.table, self.block_size, self.model.device)
+        batch = self._batch(plan)
         if self.graphs is not None and self.graphs.accepts(batch):
             return self.graphs.run(batch)
         return self.model(batch, self.cache, self.backend, self.lora)
+
+    def _batch(self, plan: StepPlan) -> ForwardBatch:
+        return build_batch(plan.segments, plan.groups, self.table, self.block_size, self.model.device)
 
     def _sample_row(self, segment: Segment) -> SampleRow:
         state = self.table[segment.request_id]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from forkkv.attention.registry import select_backend
 from forkkv.config import EngineConfig
 from forkkv.errors import ConfigError
 from forkkv.executor.cache import PagedCache
+from forkkv.executor.compare import divergence
 from forkkv.executor.device import available_cache_bytes, choose_device, choose_dtype, use_physical_cores
 from forkkv.executor.graphs import DecodeGraphs
 from forkkv.executor.runner import ModelRunner
@@ -20,7 +25,7 @@ from forkkv.models.loader import load_weights
 from forkkv.models.quantization import choose_quantization, quantize_linears
 from forkkv.models.resolve import resolve_model
 from forkkv.models.spec import ModelSpec
-from forkkv.types import StepPlan, StepResult
+from forkkv.types import Divergence, StepPlan, StepResult
 
 logger = get_logger(__name__)
 
@@ -94,6 +99,27 @@ class UniprocExecutor:
         """See `Executor`; the configured bytes if there are any."""
         cache = self._config.cache
         return cache.memory_bytes or available_cache_bytes(self._device, cache.gpu_memory_utilization)
+
+    def compare(
+        self, plan: StepPlan, pairs: Sequence[tuple[str, str]], num_kv_blocks: int, num_residual_units: int
+    ) -> list[Divergence]:
+        """See `Executor`."""
+        cache = PagedCache(self.cache_spec, num_kv_blocks, num_residual_units, self._dtype, self._device, self._poison)
+        runner = ModelRunner(
+            self.model,
+            cache,
+            self.backend,
+            self.lora,
+            max_num_seqs=len(plan.new),
+            max_model_len=self.max_model_len,
+        )
+        logits = runner.score(plan)
+        found = [divergence(logits[reference], logits[other]) for reference, other in pairs]
+        if self._device.type == "cuda":
+            # What is left for the cache is read from the driver, which counts what PyTorch keeps for later.
+            del logits, runner, cache
+            torch.cuda.empty_cache()
+        return found
 
     def allocate_cache(self, num_kv_blocks: int, num_residual_units: int) -> None:
         """See `Executor`."""

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from forkkv.metrics.prefill_model import PrefillModel, TtftAcceleration
+from forkkv.sharing import is_shared
 from forkkv.types import CacheUsage, EngineInfo, PoolStats, StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -131,6 +132,7 @@ class _EngineCollector(Collector):
             yield from _pools(stats)
         if (info := self._metrics.info) is not None:
             yield _info(info)
+            yield from _adapters(info)
 
     def _cache_figures(self) -> Iterator[Metric]:
         metrics = self._metrics
@@ -207,3 +209,29 @@ def _info(info: EngineInfo) -> Metric:
     family = GaugeMetricFamily("forkkv_engine_info", "Settings of the engine; always 1.", labels=list(labels))
     family.add_metric(list(labels.values()), 1)
     return family
+
+
+def _adapters(info: EngineInfo) -> Iterator[Metric]:
+    """What the probe found, and what follows from it."""
+    kl = GaugeMetricFamily(
+        "forkkv_adapter_probe_kl",
+        "Mean KL per token, in nats, of a plain adapter under sharing to its own distributions.",
+        labels=["lora_name"],
+    )
+    agreement = GaugeMetricFamily(
+        "forkkv_adapter_probe_top1_agreement",
+        "Share of tokens at which sharing leaves a plain adapter its most likely token.",
+        labels=["lora_name"],
+    )
+    shares = GaugeMetricFamily(
+        "forkkv_adapter_shares_base_kv",
+        "1 if requests for the adapter read the shared bCache, 0 if they are private.",
+        labels=["lora_name"],
+    )
+    for report in info.reports:
+        if report.probe is not None:
+            kl.add_metric([report.name], report.probe.kl)
+            agreement.add_metric([report.name], report.probe.top1_agreement)
+    for adapter in info.adapters:
+        shares.add_metric([adapter.name], is_shared(adapter, info.kv_sharing))
+    yield from (kl, agreement, shares)

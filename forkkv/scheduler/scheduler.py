@@ -94,7 +94,7 @@ class Scheduler:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `RequestError`, and changes nothing, if it can never be served."""
         adapter = self.adapters.by_id(request.adapter_id) if request.adapter_id else None
-        shared = adapter is not None and is_shared(adapter.kind, self.config.kv_sharing, request.kv_sharing)
+        shared = adapter is not None and is_shared(adapter, self.config.kv_sharing, request.kv_sharing)
         fork = fork_point(
             request.prompt_token_ids,
             self.kv.block_size,

@@ -170,14 +170,15 @@ def tiny_flags(model: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def adapter_folders(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
-    """Random adapters for the tiny model, strong enough to change its answers."""
+    """Random adapters for the tiny model, strong enough to change its answers, and one that changes nothing."""
     from tests.models.factory import make_adapter
 
     folder = tmp_path_factory.mktemp("adapters")
     kinds = {"plain": "plain", "fork1": "fork", "fork2": "fork", "fork3": "fork"}
     for seed, (name, kind) in enumerate(kinds.items(), start=1):
         make_adapter(folder / name, tiny_model, rank=8, seed=seed, kind=kind, b_std=0.3)
-    return {name: folder / name for name in kinds}
+    make_adapter(folder / "zero", tiny_model, rank=8, b_std=0.0)
+    return {name: folder / name for name in (*kinds, "zero")}
 
 
 @pytest.fixture(scope="session")

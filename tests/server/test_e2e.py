@@ -42,7 +42,8 @@ def test_ready_and_announced(real: RealServer) -> None:
     assert "tokens of the widest adapter" in log and "adapter fork1: kind fork" in log
     assert "ready on http://127.0.0.1:" in log
     kinds = {card["id"]: card["forkkv"]["kind"] for card in real.http.get("/v1/models").json()["data"]}
-    assert kinds == {"tiny": "base", "plain": "plain", "fork1": "fork", "fork2": "fork", "fork3": "fork"}
+    forks = dict.fromkeys(("fork1", "fork2", "fork3"), "fork")
+    assert kinds == {"tiny": "base", "plain": "plain", "zero": "plain", **forks}
 
 
 def test_adapters_answer_differently_and_again_the_same(real: RealServer) -> None:
@@ -68,11 +69,25 @@ def test_three_agents_share_one_document(real: RealServer) -> None:
     for usage in usages[1:]:
         assert usage["forkkv"]["base"] == usage["forkkv"]["residual"] == usage["forkkv"]["fork_point"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == usage["forkkv"]["fork_point"]
-    assert real.metric("forkkv_active_adapter_rcache_count") == 3
+    # The first prefill fans out to every adapter that shares, "zero" among them.
+    assert real.metric("forkkv_active_adapter_rcache_count") == 4
     assert real.metric("forkkv_duplicate_blocks_total") == duplicates
 
 
-def test_plain_adapters_stay_private_under_auto(real: RealServer) -> None:
+def test_the_probe_decides_for_plain_adapters_under_auto(real: RealServer) -> None:
+    cards = {name: real.http.get(f"/v1/models/{name}").json()["forkkv"] for name in ("plain", "zero", "fork1")}
+    assert [card["shares_base_kv"] for card in cards.values()] == [False, True, True]
+    strong, zero = cards["plain"]["probe"], cards["zero"]["probe"]
+    assert strong["kl"] > 0.1 and zero["kl"] < 1e-6 and zero["top1_agreement"] == 1.0
+    assert (zero["fork_point"], zero["num_tokens"]) == (384, 128) and zero["seconds"] > 0
+    assert cards["fork1"]["probe"] is None
+    assert real.metric('forkkv_adapter_probe_kl{lora_name="plain"}') == strong["kl"]
+    assert real.metric('forkkv_adapter_shares_base_kv{lora_name="zero"}') == 1
+    log = real.log.read_text()
+    assert f"KL {strong['kl']:.4f}" in log and "its cache is private" in log and "its cache is shared" in log
+
+    answer = chat(real, "zero")["usage"]
+    assert answer["forkkv"]["fork_point"] == (answer["prompt_tokens"] - 64) // 16 * 16
     usage = chat(real, "plain")["usage"]["forkkv"]
     assert (usage["kind"], usage["fork_point"], usage["base"]) == ("plain", 0, 0)
     usage = chat(real, "fork1", kv_sharing="none", cache_salt="alone")["usage"]["forkkv"]
@@ -194,6 +209,14 @@ def test_a_model_that_does_not_load_ends_the_server(tmp_path: Path) -> None:
         start_real(tmp_path / "log", "--model", str(tmp_path / "missing"))
 
 
+def test_a_probe_file_that_cannot_be_read_ends_the_server(
+    tmp_path: Path, tiny_model: Path, adapter_folders: dict[str, Path]
+) -> None:
+    flags = ["--enable-forkkv", "--lora-modules", f"plain={adapter_folders['plain']}", "--probe-file", "/missing.txt"]
+    with pytest.raises(AssertionError, match=r"--probe-file /missing\.txt"):
+        start_real(tmp_path / "log", *tiny_flags(tiny_model), *flags)
+
+
 def test_offline_llm_on_the_small_default_model(tokenizer_cache: None) -> None:
     from forkkv.entrypoints.llm import LLM
     from forkkv.types import SamplingParams
@@ -223,6 +246,18 @@ def test_offline_llm_with_an_adapter(tiny_model: Path, adapter_folders: dict[str
     assert len(forked.prompt_token_ids) - 32 <= forked.usage.fork_point < len(forked.prompt_token_ids)
     (private,) = llm.chat([{"role": "user", "content": DOCUMENT}], greedy, lora_name="fork1", kv_sharing="none")
     assert private.usage is not None and private.usage.fork_point == 0
+
+
+def test_offline_llm_probes_with_a_file(tmp_path: Path, tiny_model: Path, adapter_folders: dict[str, Path]) -> None:
+    from forkkv.entrypoints.llm import LLM
+
+    (tmp_path / "text.txt").write_text(DOCUMENT)
+    modules = {name: str(adapter_folders[name]) for name in ("plain", "zero")}
+    settings = {"kv_sharing": "auto", "cpu_memory_gib": 0.25, "probe_file": str(tmp_path / "text.txt")}
+    llm = LLM(str(tiny_model), modules, **settings)
+    probes = [report.probe for report in llm.client.info.reports]
+    assert all(probe is not None and probe.fork_point == 256 for probe in probes), probes
+    assert [meta.passed_probe for meta in llm.client.info.adapters] == [False, True]
 
 
 def test_unstarted_client_leaves_nothing_behind() -> None:

@@ -55,7 +55,7 @@ class Expected:
 def expect(
     request: EngineRequest, adapter: AdapterMeta | None, mode: KVSharing, block_size: int, tail: int
 ) -> Expected:
-    shared = adapter is not None and is_shared(adapter.kind, mode, request.kv_sharing)
+    shared = adapter is not None and is_shared(adapter, mode, request.kv_sharing)
     point = fork_point(
         request.prompt_token_ids,
         block_size,

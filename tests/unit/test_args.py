@@ -31,7 +31,7 @@ def test_every_flag_reaches_the_engine() -> None:
         "--block-size 32 --cpu-memory-gib 0.5 --gpu-memory-utilization 0.5 --residual-share 0.25 "
         "--no-enable-dual-radix-tree "
         "--max-num-seqs 4 --max-num-batched-tokens 128 --kv-sharing fork --fork-tail 8 --residual-fanout 2 "
-        "--max-loras 3 --max-lora-rank 16"
+        "--max-loras 3 --max-lora-rank 16 --no-probe --max-probe-kl 0.5"
     )
     _, config = parse_args(flags.split())
     model, cache, sched = config.model, config.cache, config.scheduler
@@ -43,6 +43,7 @@ def test_every_flag_reaches_the_engine() -> None:
     assert (sched.max_num_seqs, sched.max_num_batched_tokens, sched.kv_sharing) == (4, 128, "fork")
     assert (sched.fork_tail, sched.residual_fanout) == (8, 2)
     assert (config.lora.max_loras, config.lora.max_lora_rank) == (3, 16)
+    assert (config.lora.probe, config.lora.max_probe_kl) == (False, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +71,11 @@ def test_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "team.yaml"
     file.write_text(
         "enable-forkkv: true\nkv_sharing: none\nmax_loras: 3\nport: 7\n"
-        "lora_modules:\n  - {name: a, path: sub/a}\n  - b=/abs/b\nteams: {orders: [a, b]}\n"
+        "lora_modules:\n  - {name: a, path: sub/a}\n  - b=/abs/b\nteams: {orders: [a, b]}\nprobe_file: doc.txt\n"
     )
     args, config = parse_args(["--config", str(file)])
     assert [module.path for module in config.lora.modules] == [str(tmp_path / "sub/a"), "/abs/b"]
+    assert args.probe_file == str(tmp_path / "doc.txt")
     assert config.lora.teams == (("orders", ("a", "b")),) and config.lora.team_of("b") == "orders"
     assert (config.scheduler.kv_sharing, args.port) == ("none", 7)
     monkeypatch.setenv("FORKKV_MAX_LORAS", "4")
@@ -91,6 +93,7 @@ def test_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--bogus", "1"], ["--bogus"]),
         (["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "one device"]),
         (["--max-loras", "0"], ["--max-loras"]),
+        (["--max-probe-kl", "-1"], ["--max-probe-kl"]),
         (["--max-loras", "many"], ["--max-loras", "integer"]),
         (["--kv-sharing", "full"], ["--kv-sharing", "'auto'"]),
         (["--block-size", "3"], ["--block-size", "power of two"]),

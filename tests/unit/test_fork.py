@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forkkv.scheduler.fork import fork_point, last_occurrence
-from forkkv.sharing import is_shared, reads_residual
+from forkkv.sharing import is_shared, needs_probe, reads_residual
 from forkkv.types import AdapterMeta
 
 BLOCK = 16
@@ -100,7 +100,19 @@ def test_last_occurrence_compares_tokens():
     ],
 )
 def test_who_shares(kind, mode, requested, wanted):
-    assert is_shared(kind, mode, requested) is wanted
+    assert is_shared(AdapterMeta(1, "a", "d", kind, 8, 8), mode, requested) is wanted
+
+
+def test_a_plain_adapter_that_passed_its_probe_is_shared_under_auto():
+    adapter = AdapterMeta(1, "a", "d", "plain", 8, 8, passed_probe=True)
+    assert is_shared(adapter, "auto") and reads_residual(adapter, "auto")
+    assert not is_shared(adapter, "auto", "none") and not is_shared(adapter, "none")
+
+
+@pytest.mark.parametrize("kind", ["plain", "fork", "alora"])
+@pytest.mark.parametrize("mode", ["none", "auto", "fork"])
+def test_plain_adapters_are_probed_where_they_may_share(kind, mode):
+    assert needs_probe(AdapterMeta(1, "a", "d", kind, 8, 8), mode) is (kind == "plain" and mode != "none")
 
 
 def test_only_k_and_v_weights_leave_a_residual():

@@ -8,7 +8,7 @@ import pytest
 
 from forkkv.metrics.prefill_model import MIN_SAMPLES, PrefillModel, TtftAcceleration, solve
 from forkkv.metrics.prometheus import ServerMetrics
-from forkkv.types import CacheUsage, PoolStats, StepStats
+from forkkv.types import AdapterMeta, AdapterProbe, AdapterReport, CacheUsage, EngineInfo, PoolStats, StepStats
 
 
 def stats(step_id: int, **fields: float) -> StepStats:
@@ -121,6 +121,20 @@ def test_engine_figures_follow_the_latest_report() -> None:
     assert sample(metrics, "forkkv_kv_cache_usage_perc", pool="base") == pytest.approx(0.1)
     assert sample(metrics, "forkkv_pool_blocks", pool="base", state="cached") == 3
     assert sample(metrics, "forkkv_engine_last_step_timestamp_seconds") == 5.0
+
+
+def test_adapters_and_their_probes() -> None:
+    metrics = ServerMetrics()
+    adapters = (AdapterMeta(1, "a", "d1", "plain", 8, 8), AdapterMeta(2, "b", "d2", "fork", 8, 8))
+    reports = (
+        AdapterReport("a", "/a", 1, "d1", "plain", 4, (), 9, probe=AdapterProbe(0.5, 0.75, 128, 384, 1.5)),
+        AdapterReport("b", "/b", 2, "d2", "fork", 4, (), 9),
+    )
+    metrics.info = EngineInfo("m", 100, 512, (2,), "auto", 16, 1000, 500, adapters, reports)
+    assert sample(metrics, "forkkv_adapter_probe_kl", lora_name="a") == 0.5
+    assert sample(metrics, "forkkv_adapter_probe_top1_agreement", lora_name="a") == 0.75
+    assert sample(metrics, "forkkv_adapter_probe_kl", lora_name="b") is None
+    assert [sample(metrics, "forkkv_adapter_shares_base_kv", lora_name=name) for name in ("a", "b")] == [0, 1]
 
 
 def test_every_metric_carries_the_prefix() -> None:

@@ -11,6 +11,7 @@ from forkkv.engine.client import merge_outputs
 from forkkv.errors import ConfigError, RequestError
 from forkkv.types import (
     AdapterMeta,
+    AdapterProbe,
     AdapterReport,
     CacheUsage,
     EngineInfo,
@@ -36,11 +37,13 @@ INFO = EngineInfo(
     1000,
     500,
     (AdapterMeta(1, "a", "ff", "alora", 8, 0, (4, 5), "team"),),
-    (AdapterReport("a", "/a", 1, "ff", "alora", 4, (("q", 8, 2.0),), 99),),
+    (AdapterReport("a", "/a", 1, "ff", "plain", 4, (("q", 8, 2.0),), 99, (), AdapterProbe(0.5, 0.75, 128, 384, 1.5)),),
 )
 
 
-@pytest.mark.parametrize("message", [wire.Add(REQUEST), wire.Abort(("a", "b")), wire.Flush(), wire.Shutdown()])
+@pytest.mark.parametrize(
+    "message", [wire.Add(REQUEST), wire.Abort(("a", "b")), wire.Flush(), wire.ProbeTokens((5, 6)), wire.Shutdown()]
+)
 def test_to_core_round_trip(message: wire.ToCore) -> None:
     assert wire.decode_to_core(wire.encode(message)) == message
 
@@ -48,6 +51,7 @@ def test_to_core_round_trip(message: wire.ToCore) -> None:
 @pytest.mark.parametrize(
     "message",
     [
+        wire.ProbeWanted(),
         wire.Ready(INFO, STATS),
         wire.Failed("no weights"),
         wire.Accepted("r"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from forkkv.entrypoints.args import ServerArgs, parse_args
 from forkkv.log import get_logger, setup_logging
+from forkkv.sharing import is_shared
 
 if TYPE_CHECKING:
     from forkkv.engine.client import ProcClient
@@ -149,6 +150,17 @@ def announce(state: ServerState, listener: socket.socket) -> None:
             report.digest[:12],
             report.path,
         )
+    for adapter, report in zip(info.adapters, info.reports, strict=True):
+        if (probe := report.probe) is not None:
+            logger.info(
+                "adapter %s: probed in %.1f s on %d tokens: KL %.4f, top-1 agreement %.1f %%; its cache is %s",
+                adapter.name,
+                probe.seconds,
+                probe.num_tokens,
+                probe.kl,
+                100 * probe.top1_agreement,
+                "shared" if is_shared(adapter, info.kv_sharing) else "private",
+            )
     host, port = listener.getsockname()[:2]
     logger.info("ready on http://%s:%d", f"[{host}]" if ":" in host else host, port)
 

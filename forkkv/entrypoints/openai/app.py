@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,6 +18,7 @@ from forkkv.entrypoints.openai.state import ServerState
 from forkkv.entrypoints.openai.transport import RequestIdMiddleware, add_error_handlers, json_response, read_body
 from forkkv.errors import ForkKVError
 from forkkv.frontend.input import ServedModel
+from forkkv.frontend.probe_text import probe_tokens
 from forkkv.frontend.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse_body
 from forkkv.frontend.tokenizer import Tokenizer
 from forkkv.log import get_logger
@@ -48,9 +50,14 @@ def create_app(
     `on_ready` is called. `on_failure` is called when either cannot load or the engine dies."""
     client = state.client
 
+    async def load_text_side() -> Tokenizer:
+        tokenizer = await asyncio.to_thread(load_tokenizer)
+        client.offer_probe(probe_tokens(tokenizer, state.args.probe_file))
+        return tokenizer
+
     async def load() -> None:
         try:
-            tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer), client.wait_ready())
+            tokenizer, _ = await asyncio.gather(load_text_side(), client.wait_ready())
         except ForkKVError as error:
             logger.error("start failed: %s", error)
             if on_failure is not None:
@@ -150,7 +157,8 @@ def model_card(state: ServerState, model: ServedModel) -> dict[str, Any]:
             "rank_k": adapter.rank_k,
             "rank_v": adapter.rank_v,
             "ranks": sorted({rank for _, rank, _ in modules}),
-            "shares_base_kv": is_shared(adapter.kind, info.kv_sharing),
+            "shares_base_kv": is_shared(adapter, info.kv_sharing),
+            "probe": None if report is None or report.probe is None else asdict(report.probe),
             "team": adapter.team,
             "modules": len(modules),
             "num_bytes": 0 if report is None else report.num_bytes,

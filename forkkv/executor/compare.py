@@ -1,0 +1,20 @@
+"""How far the distributions of two teacher-forced runs over the same tokens are apart."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from forkkv.types import Divergence
+
+
+@torch.inference_mode()
+def divergence(reference: Tensor, other: Tensor) -> Divergence:
+    """Mean KL(reference || other) in nats and top-1 agreement of logits [T, vocab] of the same T tokens."""
+    expected, found = (logits.float().log_softmax(dim=-1) for logits in (reference, other))
+    kl = float((expected.exp() * (expected - found)).sum(dim=-1, dtype=torch.float64).mean())
+    agreement = float((reference.argmax(dim=-1) == other.argmax(dim=-1)).double().mean())
+    # Below zero only by rounding.
+    return Divergence(max(kl, 0.0) if math.isfinite(kl) else math.inf, agreement)
