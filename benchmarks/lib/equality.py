@@ -73,9 +73,16 @@ class EqualitySetup:
 
     def line(self, name: str, mode: Mode, completions: Completions, note: str = "", failed: bool = False) -> Line:
         """Worst difference over all requests; `failed` adds another reason to fail, told by `note`."""
-        worst, request = self.reference(mode).worst(self.asks, completions)
+        reference = self.reference(mode)
+        worst, request = reference.worst(self.asks, completions)
         measured = f"{worst:.1e} ({request.split('#')[0]}){note}"
-        return Line(SECTION, name, measured, f"< {TOLERANCE:g}", worst < TOLERANCE and not failed, worst)
+        # What a failure is to be traced by: every request's answer and how far each of its tokens is off.
+        details = {
+            ask.name: {"tokens": done.token_ids, "differences": reference.differences(ask, done)}
+            for ask in self.asks
+            if worst >= TOLERANCE and (done := completions[ask.name, 0])
+        }
+        return Line(SECTION, name, measured, f"< {TOLERANCE:g}", worst < TOLERANCE and not failed, worst, details)
 
 
 def run(work: Workspace) -> list[Line]:

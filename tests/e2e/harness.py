@@ -167,16 +167,19 @@ class Reference:
         complete = len(completion.token_ids) == len(completion.logprobs) == ask.max_tokens
         if not complete or usage is None or usage.fork_point != self.meaning(ask)[1]:
             return float("inf")
-        rows = self.logprobs(ask, completion.token_ids)
-        worst = 0.0
-        for row, token, entry in zip(rows, completion.token_ids, completion.logprobs, strict=True):
-            if entry.token_id != token:
-                return float("inf")
-            pairs = [(token, entry.logprob), *entry.top]
+        if any(entry.token_id != token for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)):
+            return float("inf")
+        return max(self.differences(ask, completion))
+
+    def differences(self, ask: Ask, completion: Completion) -> list[float]:
+        """Largest difference of a reported log-prob at each generated token."""
+        found = []
+        for row, entry in zip(self.logprobs(ask, completion.token_ids), completion.logprobs, strict=True):
+            pairs = [(entry.token_id, entry.logprob), *entry.top]
             ids = torch.tensor([pair[0] for pair in pairs])
             reported = torch.tensor([pair[1] for pair in pairs])
-            worst = max(worst, float((row[ids] - reported).abs().max()))
-        return worst
+            found.append(float((row[ids] - reported).abs().max()))
+        return found
 
     def worst(self, asks: Iterable[Ask], completions: Completions) -> tuple[float, str]:
         """(largest difference, name of its request) over all completions of `asks`."""
