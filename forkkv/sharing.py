@@ -1,23 +1,41 @@
-"""Who shares: the rule that turns an adapter's kind and the server's mode into private or shared caches."""
+"""Who shares what: the rules that turn an adapter's kind and the server's mode into caches."""
 
 from __future__ import annotations
 
-from forkkv.types import AdapterKind, AdapterMeta, KVSharing
+from forkkv.types import AdapterKind, AdapterMeta, KVSharing, WriterClass
+
+CONTROLS: tuple[KVSharing, ...] = ("first-writer", "shared-a", "full")
+"""Modes of the published systems, for measurements: agents read what other agents wrote."""
 
 
 def is_shared(kind: AdapterKind, mode: KVSharing, requested: str | None = None) -> bool:
-    """Whether a request for an adapter of `kind` reads shared base blocks under the server's `mode`.
+    """Whether a request for an adapter of `kind` reads shared blocks under the server's `mode`.
 
     `auto` shares the kinds whose definition is the shared computation (fork-LoRA and aLoRA) and keeps plain adapters
     private until their loss under sharing is known.
     """
     if mode == "none" or requested == "none":
         return False
-    return kind != "plain" or mode == "fork"
+    return kind != "plain" or mode != "auto"
 
 
-def reads_residual(adapter: AdapterMeta, mode: KVSharing) -> bool:
-    """Whether shared requests for `adapter` complete base K, V by a residual: it has k_proj or v_proj weights, and
-    is no aLoRA, whose prefix is the base model's by definition."""
+def writer_class(kind: AdapterKind | None, mode: KVSharing, requested: str | None = None) -> WriterClass:
+    """Whose blocks a request of `kind` (None: the base model) reads and writes in the base tree. The base model and
+    aLoRA, whose prefix is the base model's by definition, never read what an agent wrote."""
+    mixed = mode in CONTROLS and kind not in (None, "alora") and requested != "none"
+    return "mixed" if mixed else "base"
+
+
+def residual_digest(adapter: AdapterMeta, mode: KVSharing, requested: str | None = None) -> str | None:
+    """Key of the residual that completes the shared K, V for `adapter`; None where nothing is shared or nothing
+    completed: without k_proj and v_proj weights, for aLoRA, and where merged K, V are shared (`full`)."""
     has_residual = bool(adapter.rank_k or adapter.rank_v) and adapter.kind != "alora"
-    return has_residual and is_shared(adapter.kind, mode)
+    if not has_residual or mode == "full" or not is_shared(adapter.kind, mode, requested):
+        return None
+    return adapter.a_digest if mode == "shared-a" else adapter.digest
+
+
+def takes_fanout(adapter: AdapterMeta, mode: KVSharing) -> bool:
+    """Whether a base prefill may write the residual of `adapter`. A residual over agent-written blocks needs the
+    adapter's own pass."""
+    return residual_digest(adapter, mode) is not None and writer_class(adapter.kind, mode) == "base"

@@ -104,7 +104,8 @@ class ServerArgs(BaseSettings):
     kv_sharing: KVSharing | None = Field(
         None,
         description="none: private caches; auto: share where the adapter's own definition is sharing (fork-LoRA, "
-        "aLoRA); fork: share plain adapters too. Default: auto with --enable-forkkv, else none.",
+        "aLoRA); fork: share plain adapters too; first-writer, shared-a, full: the published systems' modes, for "
+        "measurements: agents read what other agents wrote. Default: auto with --enable-forkkv, else none.",
     )
     fork_tail: int = Field(64, ge=1, description="Prompt tokens before the end that an adapter runs itself by default.")
     residual_fanout: int = Field(8, ge=0, description="Adapters whose residual one base prefill may write besides.")

@@ -67,9 +67,13 @@ class Attention(nn.Module):
         """hidden [T, hidden], normed -> [T, hidden]. Writes K, V and residuals of the step into `cache`."""
         shape, lora, index = self.shape, step.lora, self.index
         q_heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        qkv = self.qkv(hidden)
-        lora.apply(index, "qkv", hidden, qkv)
         q_size, kv_size = q_heads * dim, kv_heads * dim
+        qkv = self.qkv(hidden)
+        only_queries = step.batch.base_kv_tokens
+        base = None if only_queries is None else qkv[:, q_size:].index_select(0, only_queries)
+        lora.apply(index, "qkv", hidden, qkv)
+        if only_queries is not None and base is not None:
+            qkv[:, q_size:].index_copy_(0, only_queries, base)
         if lora.jobs:
             lora.write_residuals(index, hidden, qkv[:, q_size : q_size + kv_size], cache, self.eps)
         values = qkv[:, q_size + kv_size :].view(-1, kv_heads, dim)

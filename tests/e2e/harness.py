@@ -43,6 +43,23 @@ class Completion:
     finish_reason: str | None = None
     error: str | None = None
 
+    def is_whole(self, ask: Ask) -> bool:
+        """Whether it has all tokens that were asked for, with log-probs."""
+        return len(self.token_ids) == len(self.logprobs) == ask.max_tokens
+
+    def difference(self, rows: Tensor) -> float:
+        """Largest difference of a reported log-prob (chosen and most likely tokens) to `rows` [len(token_ids), vocab];
+        inf if a log-prob is another token's."""
+        worst = 0.0
+        for row, token, entry in zip(rows, self.token_ids, self.logprobs, strict=True):
+            if entry.token_id != token:
+                return float("inf")
+            pairs = [(token, entry.logprob), *entry.top]
+            ids = torch.tensor([pair[0] for pair in pairs])
+            reported = torch.tensor([pair[1] for pair in pairs])
+            worst = max(worst, float((row[ids] - reported).abs().max()))
+        return worst
+
 
 Completions = dict[tuple[str, int], Completion]
 """By (name of the `Ask`, index of the completion)."""
@@ -164,19 +181,9 @@ class Reference:
         """Largest difference of a reported log-prob (chosen and most likely tokens); inf for an answer that is not
         `max_tokens` long or was computed at another fork point."""
         usage = completion.usage
-        complete = len(completion.token_ids) == len(completion.logprobs) == ask.max_tokens
-        if not complete or usage is None or usage.fork_point != self.meaning(ask)[1]:
+        if not completion.is_whole(ask) or usage is None or usage.fork_point != self.meaning(ask)[1]:
             return float("inf")
-        rows = self.logprobs(ask, completion.token_ids)
-        worst = 0.0
-        for row, token, entry in zip(rows, completion.token_ids, completion.logprobs, strict=True):
-            if entry.token_id != token:
-                return float("inf")
-            pairs = [(token, entry.logprob), *entry.top]
-            ids = torch.tensor([pair[0] for pair in pairs])
-            reported = torch.tensor([pair[1] for pair in pairs])
-            worst = max(worst, float((row[ids] - reported).abs().max()))
-        return worst
+        return completion.difference(self.logprobs(ask, completion.token_ids))
 
     def worst(self, asks: Iterable[Ask], completions: Completions) -> tuple[float, str]:
         """(largest difference, name of its request) over all completions of `asks`."""

@@ -65,9 +65,9 @@ def residual_read_above_the_fork(self, sequence, segment, plan):
     _emit(self, sequence, segment, plan)
 
 
-def salt_dropped(scope):
-    """Base blocks of one tenant answer another."""
-    return ("base", "")
+def salt_dropped(scope, writer):
+    """Shared blocks of one tenant answer another."""
+    return (writer, "")
 
 
 _publish = KVCacheManager._publish

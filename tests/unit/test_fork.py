@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forkkv.scheduler.fork import fork_point, last_occurrence
-from forkkv.sharing import is_shared, reads_residual
-from forkkv.types import AdapterMeta
+from forkkv.sharing import is_shared
 
 BLOCK = 16
 TAIL = 64
@@ -40,6 +39,10 @@ def point(n=1000, *, kind="fork", shared=True, prompt=None, **fields):
         # the last cache_control mark
         ((512, 512), {"mark": 527}),
         ((992, 992), {"mark": 1000}),
+        # where agents share all that they write, the whole prompt and nothing private
+        ((1000, None), {"everything": True}),
+        ((1000, None), {"everything": True, "fork_at": 64, "mark": 128}),
+        ((0, 0), {"everything": True, "shared": False}),
         # else fork_tail tokens before the end
         ((928, 928), {}),
         ((928, 928), {"n": 992}),
@@ -101,10 +104,3 @@ def test_last_occurrence_compares_tokens():
 )
 def test_who_shares(kind, mode, requested, wanted):
     assert is_shared(kind, mode, requested) is wanted
-
-
-def test_only_k_and_v_weights_leave_a_residual():
-    assert reads_residual(AdapterMeta(1, "a", "d", "fork", 8, 0), "auto")
-    assert not reads_residual(AdapterMeta(1, "a", "d", "fork", 0, 0), "auto")
-    assert not reads_residual(AdapterMeta(1, "a", "d", "alora", 8, 8), "auto")
-    assert not reads_residual(AdapterMeta(1, "a", "d", "plain", 8, 8), "auto")

@@ -11,6 +11,7 @@ from forkkv.errors import RequestError
 from forkkv.kvcache.manager import KVCacheManager
 from forkkv.lora.registry import AdapterRegistry, AdapterSlots
 from forkkv.scheduler.scheduler import Scheduler
+from forkkv.sharing import CONTROLS
 from forkkv.types import EngineOutput, EngineRequest, SamplingParams
 from tests.unit.shadow import VOCAB, Expected, ShadowExecutor, answer, expect, make_adapters
 
@@ -34,7 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         kv_blocks=st.integers(14, 60),
         units=st.integers(14, 80),
-        mode=st.sampled_from(["fork", "auto", "none"]),
+        mode=st.sampled_from(["fork", "auto", "none", *CONTROLS]),
         reuse=st.sampled_from([True, True, True, False]),
         slots=st.integers(1, 4),
         budget=st.sampled_from([10, 16, 40]),
