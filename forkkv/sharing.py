@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from forkkv.errors import RequestError
 from forkkv.types import AdapterKind, AdapterMeta, KVSharing, WriterClass
 
 CONTROLS: tuple[KVSharing, ...] = ("first-writer", "shared-a", "full")
 """Modes of the published systems, for measurements: agents read what other agents wrote."""
+
+
+def check_requested(requested: str | None) -> None:
+    """Raises `RequestError` for a request's `kv_sharing` that is not "none": all else is chosen at the start."""
+    if requested in (None, "none"):
+        return
+    reason = "other modes are chosen at the server's start"
+    if requested in get_args(KVSharing):
+        reason = f'"{requested}" is a mode of the server (--kv-sharing {requested})'
+    raise RequestError(
+        f"'kv_sharing' in a request can only be \"none\"; {reason}.", code="invalid_value", param="kv_sharing"
+    )
 
 
 def is_shared(kind: AdapterKind, mode: KVSharing, requested: str | None = None) -> bool:

@@ -52,6 +52,9 @@ def test_every_flag_reaches_the_engine() -> None:
         (["--enable-forkkv"], "auto"),
         (["--enable-forkkv", "--kv-sharing", "none"], "none"),
         (["--kv-sharing", "fork"], "fork"),
+        (["--enable-forkkv", "--kv-sharing", "first-writer"], "first-writer"),
+        (["--kv-sharing", "shared-a"], "shared-a"),
+        (["--kv-sharing", "full"], "full"),
         (["--enable-forkkv", "--no-enable-forkkv"], "none"),
     ],
 )

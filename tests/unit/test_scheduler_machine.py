@@ -12,7 +12,7 @@ from forkkv.kvcache.manager import KVCacheManager
 from forkkv.lora.registry import AdapterRegistry, AdapterSlots
 from forkkv.scheduler.scheduler import Scheduler
 from forkkv.sharing import CONTROLS
-from forkkv.types import EngineOutput, EngineRequest, SamplingParams
+from forkkv.types import EngineOutput, EngineRequest, KVSharing, SamplingParams
 from tests.unit.shadow import VOCAB, Expected, ShadowExecutor, answer, expect, make_adapters
 
 BLOCK = 4
@@ -30,12 +30,14 @@ prompts = st.builds(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, runs, fails, aborts, flushes and drops; every answer must equal the one computed from its definition."""
+    """Adds, runs, fails, aborts, evicts and drops; every answer must equal the one computed from its definition."""
+
+    modes: tuple[KVSharing, ...] = ("fork", "auto", "none")
 
     @initialize(
         kv_blocks=st.integers(14, 60),
         units=st.integers(14, 80),
-        mode=st.sampled_from(["fork", "auto", "none", *CONTROLS]),
+        mode=st.integers(0, 2),
         reuse=st.sampled_from([True, True, True, False]),
         slots=st.integers(1, 4),
         budget=st.sampled_from([10, 16, 40]),
@@ -46,7 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.config = SchedulerConfig(
             max_num_seqs=6,
             max_num_batched_tokens=budget,
-            kv_sharing=mode,
+            kv_sharing=self.modes[mode],
             fork_tail=TAIL,
             residual_fanout=3,
             chunked_prefill_size=chunk,
@@ -82,7 +84,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add(self, prompt, adapter_id, salt, n, max_tokens, fork_at, sharing, copies, alike):
         for copy in range(copies):
-            self._add(prompt, adapter_id, salt, n, max_tokens, fork_at if alike else 4 * copy, sharing)
+            more = 0 if alike else BLOCK * copy
+            self._add(prompt, adapter_id, salt, n, max_tokens + more, fork_at if alike else more, sharing)
 
     @precondition(lambda self: self.history and len(self.requests) < 10)
     @rule(
@@ -93,13 +96,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         sharing=st.sampled_from([None, None, "none"]),
     )
     def add_again(self, which, adapter_id, more, fork_at, sharing):
-        """An earlier prompt, perhaps continued, from the same or another agent, at another fork point."""
+        """An earlier prompt, perhaps with its answer and more, from the same or another agent, forked elsewhere."""
         prompt, earlier_id, salt = self.history[which % len(self.history)]
         self._add(prompt + more, earlier_id if adapter_id is None else adapter_id, salt, 1, 3, fork_at, sharing)
 
     def _add(self, prompt, adapter_id, salt, n, max_tokens, fork_at, sharing):
         self.count += 1
-        self.history = [(list(prompt), adapter_id, salt), *self.history[:5]]
+        self._remember(list(prompt), adapter_id, salt)
         sampling = SamplingParams(max_tokens=max_tokens, seed=7, ignore_eos=True)
         request = EngineRequest(f"r{self.count}", list(prompt), sampling, adapter_id, n, salt, sharing, fork_at=fork_at)
         adapter = self.executor.by_id.get(adapter_id)
@@ -114,13 +117,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.executor.expected[name] = expected
             self.received[request.request_id, index] = []
 
+    def _remember(self, tokens, adapter_id, salt):
+        self.history = [(tokens, adapter_id, salt), *self.history[:5]]
+
     @rule(data=st.data(), fail=st.sampled_from([False] * 7 + [True]), abort=st.sampled_from([False] * 5 + [True]))
     def step(self, data, fail, abort):
         self._step(fail and self.failures_in_a_row < 2, data if abort else None)
 
-    @rule()
-    def steps(self):
-        for _ in range(4):
+    @rule(count=st.sampled_from([4, 16]))
+    def steps(self, count):
+        for _ in range(count):
             self._step(False, None)
 
     @precondition(lambda self: self.requests)
@@ -131,6 +137,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self):
         self.kv.flush()
+
+    @rule(kept=st.sampled_from([0, 0, 4, 12]))
+    def evict(self, kept):
+        """K, V go, and residuals stay behind."""
+        self.kv.room_for_kv(self.kv.kv_pool.num_free + max(0, self.kv.tree.kv_unleased - kept))
 
     @rule(digest=st.sampled_from(["d1", "d2", "d5"]))
     def drop(self, digest):
@@ -175,6 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if output.finish_reason:
                 if output.finish_reason == "error":
                     assert self.scheduler.counters.failed_steps >= 2
+                self._remember(request.prompt_token_ids + tokens, request.adapter_id, request.cache_salt)
                 del self.received[key]
                 if not any(name == output.request_id for name, _ in self.received):
                     del self.requests[output.request_id]
@@ -209,3 +221,13 @@ machine_settings = settings(
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = machine_settings
+
+
+class MixedTreeMachine(SchedulerMachine):
+    """The same under the modes in which agents read what agents wrote."""
+
+    modes = CONTROLS
+
+
+TestMixedTreeMachine = MixedTreeMachine.TestCase
+TestMixedTreeMachine.settings = machine_settings
