@@ -89,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.history and len(self.requests) < 10)
     @rule(
-        which=st.integers(0, 5),
+        which=st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5]),
         adapter_id=st.sampled_from([None, None, 0, 1, 5]),
         more=st.lists(st.integers(0, VOCAB - 1), max_size=6),
         fork_at=st.sampled_from([None, 3, 8, 13, 99]),
@@ -126,26 +126,36 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([4, 16]))
     def steps(self, count):
-        for _ in range(count):
-            self._step(False, None)
+        self._steps(count)
+
+    @precondition(lambda self: len(self.requests) < 4)
+    @rule(prompt=prompts, adapter_id=st.integers(0, 7), reader=st.integers(0, 7), longer=st.integers(4, 12))
+    def race(self, prompt, adapter_id, reader, longer):
+        """Two equal requests side by side, the second one longer; then someone goes on from its answer."""
+        for max_tokens in (3, 3 + longer):
+            self._add(prompt, adapter_id, "", 1, max_tokens, None, None)
+        self._steps(20)
+        self._add([*self.history[0][0], 0], reader, "", 1, 2, None, None)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data):
         self._abort(data.draw(st.sampled_from(sorted(self.requests))))
 
-    @rule()
-    def flush(self):
-        self.kv.flush()
+    @rule(what=st.sampled_from(["all", "kv", "kv", "some kv", "d1", "d2", "d5"]))
+    def lose(self, what):
+        """Cached blocks go: by a flush, by eviction that leaves residuals behind, or with an adapter."""
+        if what == "all":
+            self.kv.flush()
+        elif what.endswith("kv"):
+            kept = 6 if what == "some kv" else 0
+            self.kv.room_for_kv(self.kv.kv_pool.num_free + max(0, self.kv.tree.kv_unleased - kept))
+        else:
+            self.kv.drop_digest(what)
 
-    @rule(kept=st.sampled_from([0, 0, 4, 12]))
-    def evict(self, kept):
-        """K, V go, and residuals stay behind."""
-        self.kv.room_for_kv(self.kv.kv_pool.num_free + max(0, self.kv.tree.kv_unleased - kept))
-
-    @rule(digest=st.sampled_from(["d1", "d2", "d5"]))
-    def drop(self, digest):
-        self.kv.drop_digest(digest)
+    def _steps(self, count):
+        for _ in range(count):
+            self._step(False, None)
 
     def _step(self, fail, data):
         self.in_step = True
