@@ -47,7 +47,7 @@ def residual_digest(adapter: AdapterMeta, mode: KVSharing, requested: str | None
     has_residual = bool(adapter.rank_k or adapter.rank_v) and adapter.kind != "alora"
     if not has_residual or mode == "full" or not is_shared(adapter.kind, mode, requested):
         return None
-    return adapter.a_digest if mode == "shared-a" else adapter.digest
+    return (adapter.a_digest or adapter.digest) if mode == "shared-a" else adapter.digest
 
 
 def takes_fanout(adapter: AdapterMeta, mode: KVSharing) -> bool:

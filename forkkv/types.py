@@ -38,7 +38,8 @@ class AdapterMeta:
     `digest` identifies the weights (and scaling, kind, invocation tokens), so two names of the same bytes share
     caches and a reload under the same name cannot read stale ones. `rank_k` and `rank_v` are the largest rank of any
     layer's k_proj and v_proj; 0 where the adapter has none and therefore stores no residual for that half. `a_digest`
-    identifies what a residual depends on besides the hidden states: adapters that share A have it in common.
+    identifies what a residual depends on besides the hidden states: adapters that share A have it in common; without
+    one, an adapter shares A with nobody.
     """
 
     adapter_id: AdapterId

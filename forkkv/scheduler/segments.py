@@ -70,6 +70,7 @@ class SegmentPlanner:
             found = self.kv.adopt(cache, key)
             plan.append(sequence, found)
             sequence.count_hits(found)
+            # Where a residual belongs to it, a partial block is not copied: its few tokens are computed again.
             if cache.private_from == UNBOUNDED and not cache.uses_residual:
                 self._copy_partial_block(sequence, plan)
         reached = min(max(cache.base_depth, cache.stored), cache.residual_depth, limit, sequence.num_tokens - 1)
