@@ -130,7 +130,8 @@ class CacheUsage:
 
     kind: Literal["base", "plain", "fork", "alora"]
     fork_point: int
-    """f_w: first token that runs with adapter weights; the prompt length for a base request."""
+    """f_w: first token that runs with adapter weights; the prompt length for a base request and in the modes in which
+    agents share all that they write."""
     base: int
     """Prompt tokens below the fork whose base K/V was found in the bCache."""
     residual: int
