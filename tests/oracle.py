@@ -84,7 +84,8 @@ def sharing_logprobs(
 
     `merged`: K and V as the writer's adapter made them;
     else, below `start`: K = RoPE(norm(h'·Wk + s·h'·Ak·Bk)), V alike;
-    else, from `start` on: K = RoPE(norm(h'·Wk + s·h·Ak·Bk)), V alike.
+    else, from `start` on: K = RoPE(norm(h'·Wk + s·h·Ak·Bk)), V alike. With QK-norm an adapted K is divided by the rms
+    of the agent's own, h·Wk + s·h·Ak·Bk.
     """
     stored = sum(len(states[0]) for _, states in found)
     states, rope = _embed(model, token_ids)
@@ -93,8 +94,10 @@ def sharing_logprobs(
         attn, lora = layer.self_attn, _of_layer(adapter, index)
         h = _rms_norm(layer.input_layernorm, x)
         left.append(h)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        at = 0
         query, own_key, own_value = _project(attn, h, _cut(rope, start), lora)
-        keys, values, at = [], [], 0
         for writer, written in found:
             end = at + len(written[index])
             below, behind = max(0, min(start, end) - at), slice(max(0, at - start), max(0, end - start))
@@ -184,8 +187,10 @@ def _linear(
     return out
 
 
-def _rms_norm(norm: Any, x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight.float()
+def _rms_norm(norm: Any, x: Tensor, of: Tensor | None = None) -> Tensor:
+    """x normed by its own rms, or by that of `of`."""
+    scale = (x if of is None else of).pow(2).mean(-1, keepdim=True) + norm.variance_epsilon
+    return x * torch.rsqrt(scale) * norm.weight.float()
 
 
 def _project(
@@ -201,7 +206,10 @@ def _project(
     for module, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm"), ("v_proj", None)):
         x = _linear(attn, module, h, lora, low_rank).unflatten(-1, (-1, attn.head_dim))
         if norm is not None:
-            x = _rotate(_rms_norm(getattr(attn, norm), x) if hasattr(attn, norm) else x, rope)
+            own = None
+            if low_rank is not None and module in lora:
+                own = _linear(attn, module, low_rank, lora).unflatten(-1, (-1, attn.head_dim))
+            x = _rotate(_rms_norm(getattr(attn, norm), x, own) if hasattr(attn, norm) else x, rope)
         out.append(x.transpose(0, 1))
     return out
 

@@ -64,7 +64,7 @@ class World:
         """What requests must answer where nothing of other agents is read."""
         return Reference(self.model, self.known, mode="none", block_size=BLOCK, rows=self.rows)
 
-    def core(self, mode: KVSharing, *, budget: int = 512, backend: str = "auto", **pools: int) -> EngineCore:
+    def core(self, mode: KVSharing, *, budget: int = 512, backend: str = "auto", **pools: Any) -> EngineCore:
         """A checked engine whose cache is NaN until written."""
         modules = tuple(LoRAModule(name, str(folder)) for name, folder in self.adapter_folders.items())
         config = EngineConfig(
@@ -190,7 +190,8 @@ def test_an_agent_reads_what_another_generated(world: World, mode: KVSharing) ->
     no residual of what `mlp` wrote, which needs none itself, and begins there."""
     core = world.core(mode, budget=48)
     found: list[Stretch] = []
-    stored, ends = 0, []
+    stored = 0
+    ends: list[int] = []
     history: tuple[int, ...] = DOCUMENT
     for turn, name in enumerate(("set-1", "set-2", "mlp", "set-1")):
         request = Ask(f"turn {turn}", (*history, *_random(5, turn)), name, max_tokens=40)

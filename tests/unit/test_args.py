@@ -95,7 +95,7 @@ def test_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "one device"]),
         (["--max-loras", "0"], ["--max-loras"]),
         (["--max-loras", "many"], ["--max-loras", "integer"]),
-        (["--kv-sharing", "full"], ["--kv-sharing", "'auto'"]),
+        (["--kv-sharing", "some"], ["--kv-sharing", "'auto'"]),
         (["--block-size", "3"], ["--block-size", "power of two"]),
         (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization"]),
         (["--port", "70000"], ["--port"]),
