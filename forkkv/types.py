@@ -22,7 +22,9 @@ RESIDUAL_TILE = 16
 """Columns of one residual unit: the rank granularity of the rCache."""
 
 AdapterKind = Literal["plain", "fork", "alora"]
-KVSharing = Literal["none", "auto", "fork"]
+KVSharing = Literal["none", "auto", "fork", "first-writer", "shared-a", "full"]
+WriterClass = Literal["base", "mixed"]
+"""Who wrote a shared block: the base weights, or the adapter of whichever request came first."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -35,7 +37,9 @@ class AdapterMeta:
 
     `digest` identifies the weights (and scaling, kind, invocation tokens), so two names of the same bytes share
     caches and a reload under the same name cannot read stale ones. `rank_k` and `rank_v` are the largest rank of any
-    layer's k_proj and v_proj; 0 where the adapter has none and therefore stores no residual for that half.
+    layer's k_proj and v_proj; 0 where the adapter has none and therefore stores no residual for that half. `a_digest`
+    identifies what a residual depends on besides the hidden states: adapters that share A have it in common; without
+    one, an adapter shares A with nobody.
     """
 
     adapter_id: AdapterId
@@ -48,6 +52,7 @@ class AdapterMeta:
     team: str | None = None
     passed_probe: bool = False
     """Plain adapters: measured under `fork` and within `--max-probe-kl`, so that `auto` shares."""
+    a_digest: str = ""
 
     @property
     def k_tiles(self) -> int:
@@ -145,7 +150,8 @@ class CacheUsage:
 
     kind: Literal["base", "plain", "fork", "alora"]
     fork_point: int
-    """f_w: first token that runs with adapter weights; the prompt length for a base request."""
+    """f_w: first token that runs with adapter weights; the prompt length for a base request and in the modes in which
+    agents share all that they write."""
     base: int
     """Prompt tokens below the fork whose base K/V was found in the bCache."""
     residual: int
@@ -184,12 +190,12 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class ResidualWrite:
-    """Write h·A of `adapter_id` for tokens [write_from, end of the segment) of a base segment.
+    """Write h·A of `adapter_id` for tokens [write_from, end of the segment) of a segment.
 
-    `write_from` is block aligned. `k_units` and `v_units` are the units of the blocks from `write_from` on, block
-    major: unit of (block b, tile t) is `units[b * tiles + t]`; empty where the adapter has no such projection. Tokens
-    behind the last whole block covered by the units are not written. A unit is written whole: columns beyond the
-    rank and layers without weights are zeros.
+    `k_units` and `v_units` are the units of the blocks from that of `write_from` on, block major: unit of (block b,
+    tile t) is `units[b * tiles + t]`; empty where the adapter has no such projection. Tokens behind the blocks covered
+    by the units are not written. A token is written whole: columns beyond the rank and layers without weights are
+    zeros. Only where an adapter processes its own residual may `write_from` lie, or the segment end, inside a block.
     """
 
     adapter_id: AdapterId
@@ -208,7 +214,7 @@ class Segment:
     weights_slot: int
     """Adapter slot whose weights run, -1 for the base model."""
     write: Literal["base", "merged"]
-    """Whether K and V are stored without or with the adapter's contribution."""
+    """Whether K and V are stored without or with the contribution of the adapter whose weights run."""
     kv_write_from: int
     """K, V of tokens below this position are computed and not stored (they are shared and already there)."""
     residual_writes: tuple[ResidualWrite, ...] = ()

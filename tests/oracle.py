@@ -11,6 +11,8 @@ the projection:
   `fork`: K = RoPE(norm(h·Wk + s·h·Ak·Bk)), V = h·Wv + s·h·Av·Bv, h being the *base* model's states;
   `alora`: the base model's K and V as they are;
 * `plain` is f_w = 0, `base` is f_w = n.
+
+`sharing_logprobs` is what an agent computes over K and V that other agents left, as in the published systems.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from transformers import PreTrainedModel
 Adapter = dict[tuple[int, str], tuple[Tensor, Tensor, float]]
 """(layer, module) -> A [r, in], B [out, r], scaling."""
 Kind = Literal["base", "plain", "fork", "alora"]
+Stretch = tuple[Adapter, list[Tensor]]
+"""The agent that processed some consecutive tokens, and its inputs h of the attention projections, [tokens, hidden] of
+each layer."""
 
 
 @torch.no_grad()
@@ -45,16 +50,12 @@ def oracle_logprobs(
     `f_w` is needed for "fork" and "alora" and must lie in [0, n]; rows below it are the base model's. Raises
     `ValueError` for contradictory arguments. Mutates nothing.
     """
-    n = len(token_ids)
-    first = _first_adapter_token(n, adapter, kind, f_w)
-    decoder: Any = model.model
-    tokens = torch.tensor(list(token_ids), device=decoder.embed_tokens.weight.device)
-    states = decoder.embed_tokens.weight.float()[tokens]
-    rope = [part[0].float() for part in decoder.rotary_emb(states[None], torch.arange(n, device=tokens.device)[None])]
-    rope_prefix, rope_suffix = [part[:first] for part in rope], [part[first:] for part in rope]
+    first = _first_adapter_token(len(token_ids), adapter, kind, f_w)
+    states, rope = _embed(model, token_ids)
+    rope_prefix, rope_suffix = _cut(rope, 0, first), _cut(rope, first)
     prefix, suffix = states[:first], states[first:]
-    for index, layer in enumerate(decoder.layers):
-        lora = {module: weights for (at, module), weights in (adapter or {}).items() if at == index}
+    for index, layer in enumerate(_layers(model)):
+        lora = _of_layer(adapter or {}, index)
         h = _rms_norm(layer.input_layernorm, prefix)
         query, key, value = _project(layer.self_attn, h, rope_prefix, {})
         prefix = _finish_layer(layer, prefix, _attend(query, key, value), {})
@@ -64,9 +65,50 @@ def oracle_logprobs(
         query, own_key, own_value = _project(layer.self_attn, h, rope_suffix, lora)
         key, value = torch.cat([key, own_key], dim=1), torch.cat([value, own_value], dim=1)
         suffix = _finish_layer(layer, suffix, _attend(query, key, value), lora)
-    hidden = _rms_norm(decoder.norm, torch.cat([prefix, suffix]))
-    head: Any = model.get_output_embeddings()
-    return torch.log_softmax(hidden @ head.weight.float().T, dim=-1)
+    return _log_softmax(model, torch.cat([prefix, suffix]))
+
+
+@torch.no_grad()
+def sharing_logprobs(
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    adapter: Adapter,
+    found: Sequence[Stretch] = (),
+    start: int = 0,
+    *,
+    merged: bool = False,
+) -> tuple[Tensor, Stretch]:
+    """Log-softmax [n - start, vocab] after each of the tokens from `start` on, which the agent `adapter` processes, and
+    what it leaves of them. `found`: what others left of the first tokens. With h' a writer's states and h the agent's
+    own, it reads of a found token
+
+    `merged`: K and V as the writer's adapter made them;
+    else, below `start`: K = RoPE(norm(h'·Wk + s·h'·Ak·Bk)), V alike;
+    else, from `start` on: K = RoPE(norm(h'·Wk + s·h·Ak·Bk)), V alike. With QK-norm an adapted K is divided by the rms
+    of the agent's own, h·Wk + s·h·Ak·Bk.
+    """
+    stored = sum(len(states[0]) for _, states in found)
+    states, rope = _embed(model, token_ids)
+    x, left = states[start:], []
+    for index, layer in enumerate(_layers(model)):
+        attn, lora = layer.self_attn, _of_layer(adapter, index)
+        h = _rms_norm(layer.input_layernorm, x)
+        left.append(h)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        at = 0
+        query, own_key, own_value = _project(attn, h, _cut(rope, start), lora)
+        for writer, written in found:
+            end = at + len(written[index])
+            below, behind = max(0, min(start, end) - at), slice(max(0, at - start), max(0, end - start))
+            low_rank = None if merged else torch.cat([written[index][:below], h[behind]])
+            used = _of_layer(writer, index) if merged else lora
+            _, key, value = _project(attn, written[index], _cut(rope, at, end), used, low_rank)
+            keys, values, at = [*keys, key], [*values, value], end
+        key = torch.cat([*keys, own_key[:, stored - start :]], dim=1)
+        value = torch.cat([*values, own_value[:, stored - start :]], dim=1)
+        x = _finish_layer(layer, x, _attend(query, key, value), lora)
+    return _log_softmax(model, x), (adapter, left)
 
 
 def read_adapter(folder: Path | str) -> Adapter:
@@ -100,29 +142,74 @@ def _first_adapter_token(n: int, adapter: Adapter | None, kind: Kind, f_w: int |
     return f_w
 
 
-def _linear(parent: Any, module: str, x: Tensor, lora: dict[str, tuple[Tensor, Tensor, float]]) -> Tensor:
-    """x·W + bias, plus s·(x·A)·B where the adapter has this module; [n, in] -> [n, out]."""
+def _layers(model: Any) -> Any:
+    return model.model.layers
+
+
+def _of_layer(adapter: Adapter, index: int) -> dict[str, tuple[Tensor, Tensor, float]]:
+    return {module: weights for (layer, module), weights in adapter.items() if layer == index}
+
+
+def _embed(model: Any, token_ids: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    """Embeddings [n, hidden] and the cosines and sines [n, d] of their positions."""
+    weight = model.model.embed_tokens.weight
+    states = weight.float()[torch.tensor(list(token_ids), device=weight.device)]
+    positions = torch.arange(len(states), device=weight.device)
+    return states, [part[0].float() for part in model.model.rotary_emb(states[None], positions[None])]
+
+
+def _cut(rope: list[Tensor], start: int, end: int | None = None) -> list[Tensor]:
+    return [part[start:end] for part in rope]
+
+
+def _log_softmax(model: Any, x: Tensor) -> Tensor:
+    """[n, hidden] behind the last layer -> [n, vocab]."""
+    hidden = _rms_norm(model.model.norm, x)
+    return torch.log_softmax(hidden @ model.get_output_embeddings().weight.float().T, dim=-1)
+
+
+def _linear(
+    parent: Any,
+    module: str,
+    x: Tensor,
+    lora: dict[str, tuple[Tensor, Tensor, float]],
+    low_rank: Tensor | None = None,
+) -> Tensor:
+    """x·W + bias, plus s·(x·A)·B where the adapter has this module; [n, in] -> [n, out]. `low_rank`: x of the second
+    summand, if it is another."""
     linear = getattr(parent, module)
     out = x @ linear.weight.float().T
     if linear.bias is not None:
         out = out + linear.bias.float()
     if module in lora:
         a, b, scaling = lora[module]
-        out = out + scaling * (x @ a.float().T) @ b.float().T
+        out = out + scaling * ((x if low_rank is None else low_rank) @ a.float().T) @ b.float().T
     return out
 
 
-def _rms_norm(norm: Any, x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight.float()
+def _rms_norm(norm: Any, x: Tensor, of: Tensor | None = None) -> Tensor:
+    """x normed by its own rms, or by that of `of`."""
+    scale = (x if of is None else of).pow(2).mean(-1, keepdim=True) + norm.variance_epsilon
+    return x * torch.rsqrt(scale) * norm.weight.float()
 
 
-def _project(attn: Any, h: Tensor, rope: list[Tensor], lora: dict[str, tuple[Tensor, Tensor, float]]) -> list[Tensor]:
-    """Query [heads, n, d], key and value [kv_heads, n, d] of normed states h [n, hidden], rotated."""
+def _project(
+    attn: Any,
+    h: Tensor,
+    rope: list[Tensor],
+    lora: dict[str, tuple[Tensor, Tensor, float]],
+    low_rank: Tensor | None = None,
+) -> list[Tensor]:
+    """Query [heads, n, d], key and value [kv_heads, n, d] of normed states h [n, hidden], rotated; `low_rank` as in
+    `_linear`."""
     out = []
     for module, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm"), ("v_proj", None)):
-        x = _linear(attn, module, h, lora).unflatten(-1, (-1, attn.head_dim))
+        x = _linear(attn, module, h, lora, low_rank).unflatten(-1, (-1, attn.head_dim))
         if norm is not None:
-            x = _rotate(_rms_norm(getattr(attn, norm), x) if hasattr(attn, norm) else x, rope)
+            own = None
+            if low_rank is not None and module in lora:
+                own = _linear(attn, module, low_rank, lora).unflatten(-1, (-1, attn.head_dim))
+            x = _rotate(_rms_norm(getattr(attn, norm), x, own) if hasattr(attn, norm) else x, rope)
         out.append(x.transpose(0, 1))
     return out
 

@@ -77,11 +77,11 @@ class EqualitySetup:
         worst, request = reference.worst(self.asks, completions)
         measured = f"{worst:.1e} ({request.split('#')[0]}){note}"
         # What a failure is to be traced by: every request's answer and how far each of its tokens is off.
-        details = {
-            ask.name: {"tokens": done.token_ids, "differences": reference.differences(ask, done)}
-            for ask in self.asks
-            if worst >= TOLERANCE and (done := completions[ask.name, 0])
-        }
+        details = {}
+        for ask in self.asks if worst >= TOLERANCE else ():
+            done = completions[ask.name, 0]
+            differences = done.differences(reference.logprobs(ask, done.token_ids))
+            details[ask.name] = {"tokens": done.token_ids, "differences": differences}
         return Line(SECTION, name, measured, f"< {TOLERANCE:g}", worst < TOLERANCE and not failed, worst, details)
 
 

@@ -37,7 +37,7 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True)
 class RowResidualWrites:
-    """Residuals that the tokens of one base row leave behind."""
+    """Residuals that the tokens of one row leave behind."""
 
     row: int
     start: int
@@ -76,6 +76,8 @@ class ForwardBatch:
     groups: tuple[SharedPrefix, ...] = ()
     residual_writes: tuple[RowResidualWrites, ...] = ()
     """Rows in ascending order."""
+    base_kv_tokens: Tensor | None = None
+    """Indices of the tokens that run adapter weights and store K, V without the adapter's part; None: no token does."""
 
     @property
     def num_tokens(self) -> int:

@@ -42,7 +42,7 @@ class TorchBackend(AttentionBackend):
         decode: list[int] = []
         prefill: list[PrefillRow] = []
         for row in range(host.num_rows):
-            # Decode reads residuals in whole blocks; a partial one (which the scheduler never makes) goes row by row.
+            # Clusters read residuals in whole blocks; a partial one, as agents in a mixed tree have, goes row by row.
             if host.query_len(row) == 1 and host.residual_len[row] % batch.block_size == 0:
                 decode.append(row)
             else:

@@ -12,7 +12,7 @@ from forkkv.kvcache.manager import KVCacheManager
 from forkkv.log import get_logger
 from forkkv.lora.registry import AdapterRegistry, AdapterSlots
 from forkkv.scheduler.scheduler import Scheduler
-from forkkv.sharing import reads_residual
+from forkkv.sharing import residual_digest
 from forkkv.types import RESIDUAL_TILE, EngineInfo, EngineOutput, EngineRequest, StepPlan, StepResult, StepStats
 
 logger = get_logger(__name__)
@@ -66,8 +66,8 @@ class EngineCore:
         share = cache.residual_share
         if share is None:
             sharing = self.config.scheduler.kv_sharing
-            readers = [meta for meta in self.adapters if reads_residual(meta, sharing)]
-            ranks = [max(meta.rank_k, meta.rank_v) for meta in readers]
+            readers = {digest: meta for meta in self.adapters if (digest := residual_digest(meta, sharing))}
+            ranks = [max(meta.rank_k, meta.rank_v) for meta in readers.values()]
             # The requester's own residual is mandatory, also where nothing fans out.
             fanout = min(max(1, self.config.scheduler.residual_fanout), len(readers))
             share = spec.residual_share(fanout, max(ranks, default=0))

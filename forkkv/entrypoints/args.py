@@ -105,8 +105,9 @@ class ServerArgs(BaseSettings):
     kv_sharing: KVSharing | None = Field(
         None,
         description="none: private caches; auto: share where the adapter's own definition is sharing (fork-LoRA, "
-        "aLoRA) and plain adapters that pass the probe; fork: share all plain adapters too. Default: auto with "
-        "--enable-forkkv, else none.",
+        "aLoRA) and plain adapters that pass the probe; fork: share all plain adapters too; first-writer, shared-a, "
+        "full: the published systems' modes, for measurements: agents read what other agents wrote. Default: auto "
+        "with --enable-forkkv, else none.",
     )
     probe: bool = Field(
         True, description="Measure at start what sharing costs each plain adapter; without, auto keeps them private."

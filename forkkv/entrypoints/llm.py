@@ -13,12 +13,12 @@ from forkkv.config import EngineConfig
 from forkkv.engine.client import InprocClient
 from forkkv.engine.proc import THREAD_ENVIRONMENT
 from forkkv.entrypoints.args import LoRAModuleArg, ServerArgs, resolve
-from forkkv.errors import RequestError
 from forkkv.frontend.chat import encode_chat
 from forkkv.frontend.input import InputProcessor, Job, split_completions
 from forkkv.frontend.output import Delta, Generation, Token
 from forkkv.frontend.probe_text import probe_tokens
 from forkkv.frontend.tokenizer import Tokenizer
+from forkkv.sharing import check_requested
 from forkkv.types import CacheUsage, EngineOutput, EngineRequest, SamplingParams, TokenLogprob
 
 Prompt = str | Sequence[int]
@@ -130,8 +130,7 @@ class LLM:
         kv_sharing: str | None = None,
         cache_salt: str = "",
     ) -> Generation:
-        if kv_sharing not in (None, "none"):
-            raise RequestError('kv_sharing can only be "none"', code="invalid_value", param="kv_sharing")
+        check_requested(kv_sharing)
         model = self.processor.choose(self.processor.base.name, lora_name)
         room = self.processor.room([prompt], None)
         job_id = f"llm-{uuid.uuid4().hex}"

@@ -37,6 +37,7 @@ def build_batch(
     positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[token_row]
     kv_tokens, kv_slots = _kv_slots(segments, kv_table, token_row, positions, block_size)
     weights_slot = np.array([segment.weights_slot for segment in segments], dtype=np.int32)
+    base_kv = np.array([segment.weights_slot >= 0 and segment.write == "base" for segment in segments])
     host = _host_rows(segments, states, cu_seqlens, seq_lens, weights_slot, kv_table, block_size)
 
     def ints(array: np.ndarray) -> Tensor:
@@ -67,6 +68,7 @@ def build_batch(
             for row, segment in enumerate(segments)
             if segment.residual_writes
         ),
+        base_kv_tokens=to_device(np.flatnonzero(base_kv[token_row]), device) if base_kv.any() else None,
     )
 
 

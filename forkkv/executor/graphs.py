@@ -117,9 +117,10 @@ class DecodeGraphs:
         return device.type == "cuda" and hasattr(backend, "static_metadata")
 
     def accepts(self, batch: ForwardBatch) -> bool:
-        """Whether the step is one of single tokens that write no residual, and not too many."""
-        rows = batch.host.num_rows
-        return batch.num_tokens == rows <= self.sizes[-1] and not batch.residual_writes
+        """Whether the step is one of single tokens, not too many, that write no residual and store K, V with the
+        contribution of the weights that run."""
+        plain = not batch.residual_writes and batch.base_kv_tokens is None
+        return plain and batch.num_tokens == batch.host.num_rows <= self.sizes[-1]
 
     @torch.inference_mode()
     def capture_all(self) -> None:

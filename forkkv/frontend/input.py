@@ -11,6 +11,7 @@ from forkkv.errors import ModelNotFoundError, RequestError, UnsupportedParameter
 from forkkv.frontend.chat import encode_chat
 from forkkv.frontend.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from forkkv.frontend.tokenizer import Tokenizer
+from forkkv.sharing import check_requested
 from forkkv.types import BASE_ADAPTER, AdapterMeta, EngineInfo, EngineRequest, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -122,12 +123,7 @@ class InputProcessor:
 
     def _check_common(self, body: GenerationRequest) -> None:
         body.ignored_fields()
-        if body.kv_sharing not in (None, "none"):
-            raise RequestError(
-                "'kv_sharing' in a request can only be \"none\"; other modes are chosen at the server's start.",
-                code="invalid_value",
-                param="kv_sharing",
-            )
+        check_requested(body.kv_sharing)
         if body.stream_options is not None and not body.stream:
             raise RequestError("'stream_options' needs 'stream': true.", code="invalid_value", param="stream_options")
         if body.best_of is not None and body.best_of != (body.n or 1):

@@ -1,9 +1,9 @@
 """DualRadixTree: the facade over the base tier and the adapter tier.
 
-Base tier: one tree of K/V blocks written by base weights, per salt. Adapter tier: a tree of residual units per
-(adapter digest, salt), and a tree of private K/V blocks per (digest, salt, fork point), whose key is all tokens from
-0 with null blocks where the base tier holds the bytes. Base and private blocks compete for the K/V pool, residual
-units have a pool of their own.
+Base tier: one tree of shared K/V blocks, per writer class (base weights, or agents) and salt. Adapter tier: a tree of
+residual units per (adapter digest, salt), and a tree of private K/V blocks per (digest, salt, fork point), whose key is
+all tokens from 0 with null blocks where the base tier holds the bytes. Base and private blocks compete for the K/V
+pool, residual units have a pool of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Hashable
 
 from forkkv.kvcache.radix_tree import Namespace, RadixTree
-from forkkv.types import BlockId
+from forkkv.types import BlockId, WriterClass
 
 
 class DualRadixTree:
@@ -29,9 +29,10 @@ class DualRadixTree:
         self.private = RadixTree(block_size, tick, prefer_unread=True)
 
     @staticmethod
-    def base_namespace(scope: Hashable) -> Namespace:
-        """Base-written blocks are the same whoever comes first, so the scope (salt) is all there is to tell apart."""
-        return ("base", scope)
+    def base_namespace(scope: Hashable, writer: WriterClass) -> Namespace:
+        """Base-written blocks are the same whoever comes first, so the scope (salt) is all there is to tell apart;
+        what agents wrote depends on who came first, and is read by none but agents."""
+        return (writer, scope)
 
     @staticmethod
     def residual_namespace(digest: str, scope: Hashable) -> Namespace:

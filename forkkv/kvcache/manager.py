@@ -10,75 +10,14 @@ hits in tokens and gets ids; the rules that keep a shared block immutable and al
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
 
 from forkkv.kvcache.block_pool import BlockPool
 from forkkv.kvcache.dual_tree import DualRadixTree
 from forkkv.kvcache.radix_tree import TOKEN_BYTES, Lease, RadixTree
-from forkkv.types import NULL_BLOCK, AdapterId, AdapterMeta, BlockId, PoolStats, ResidualWrite
-
-UNBOUNDED = 1 << 62
-"""Private boundary of a base request: no token of it is ever private."""
-
-
-@dataclass(slots=True, eq=False)
-class SequenceCache:
-    """Cache state of one sequence: tables, leases, and the blocks that are its own.
-
-    `private_from` is f in tokens (UNBOUNDED for a base request); `weights_from` is f_w. `adapter` is None for a base
-    request. `uses_residual`: K, V below f are completed by this adapter's residual.
-    """
-
-    block_size: int
-    scope: Hashable
-    adapter: AdapterMeta | None
-    private_from: int
-    weights_from: int
-    uses_residual: bool
-    kv_blocks: list[BlockId] = field(default_factory=list)
-    k_units: list[BlockId] = field(default_factory=list)
-    v_units: list[BlockId] = field(default_factory=list)
-    owned: set[BlockId] = field(default_factory=set)
-    base_lease: Lease | None = None
-    residual_lease: Lease | None = None
-    private_lease: Lease | None = None
-    fanout_leases: dict[AdapterId, Lease] = field(default_factory=dict)
-    owned_units: set[BlockId] = field(default_factory=set)
-    """Residual units that no tree took, since the adapter's namespace was dropped under a running sequence."""
-    stored: int = 0
-    """Tokens from 0 on whose K, V were found stored (hits, copies): they are never written by this sequence."""
-
-    @property
-    def base_depth(self) -> int:
-        """Tokens of the base tier that this sequence leases."""
-        return self.base_lease.num_tokens if self.base_lease else 0
-
-    @property
-    def residual_depth(self) -> int:
-        """Tokens whose residual stands in its tables; all below the fork where it needs none."""
-        if not self.uses_residual or self.adapter is None:
-            return self.private_from
-        tables = ((self.k_units, self.adapter.k_tiles), (self.v_units, self.adapter.v_tiles))
-        return next(len(units) // tiles for units, tiles in tables if tiles) * self.block_size
-
-    @property
-    def private_depth(self) -> int:
-        return self.private_lease.num_tokens if self.private_lease else 0
-
-    def leases(self) -> list[Lease]:
-        own = (self.base_lease, self.residual_lease, self.private_lease)
-        return [lease for lease in own if lease] + list(self.fanout_leases.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Ids appended to a sequence's tables, and how many of its full blocks a tree held already (kept private)."""
-
-    kv_blocks: tuple[BlockId, ...] = ()
-    k_units: tuple[BlockId, ...] = ()
-    v_units: tuple[BlockId, ...] = ()
-    duplicates: int = 0
+from forkkv.kvcache.sequence_cache import Growth, SequenceCache, split_units
+from forkkv.types import NULL_BLOCK, AdapterMeta, BlockId, PoolStats, ResidualWrite
 
 
 class KVCacheManager:
@@ -93,6 +32,9 @@ class KVCacheManager:
         self.evicted_residual_units = 0
         self._launched = -1
         self._applied = -1
+        self._publications = array("I", bytes(4 * num_kv_blocks))
+        """Number of the publication of each block that a mixed tree owns: who wrote it, in one word."""
+        self._num_publications = 0
 
     # ---- steps
 
@@ -166,18 +108,32 @@ class KVCacheManager:
         `key` is the int32 bytes of all tokens of the sequence.
         """
         below = key[: self._aligned(min(cache.private_from, len(key) // TOKEN_BYTES)) * TOKEN_BYTES]
-        cache.base_lease, blocks = self.tree.base.acquire(self.tree.base_namespace(cache.scope), below)
+        namespace = self.tree.base_namespace(cache.scope, cache.writer)
+        cache.base_lease, blocks = self.tree.base.acquire(namespace, below)
         cache.kv_blocks.extend(blocks)
         cache.stored = cache.base_depth
         units: list[BlockId] = []
-        if cache.uses_residual:
-            assert cache.adapter is not None
-            namespace = self.tree.residual_namespace(cache.adapter.digest, cache.scope)
-            cache.residual_lease, units = self.tree.residual.acquire(
-                namespace, below, ids_per_block=cache.adapter.k_tiles + cache.adapter.v_tiles
-            )
+        if cache.residual_digest is not None:
+            namespace = self.tree.residual_namespace(cache.residual_digest, cache.scope)
+            residual_key = self._residual_key(cache, below)
+            cache.residual_lease, units = self.tree.residual.acquire(namespace, residual_key, ids_per_block=cache.tiles)
+            cache.residual_tokens = cache.residual_lease.num_tokens
         k_units, v_units = self._append_units(cache, units)
         return Growth(tuple(blocks), k_units, v_units)
+
+    def _residual_key(self, cache: SequenceCache, tokens: bytes) -> bytes:
+        """Key of the residuals of `tokens` [whole blocks].
+
+        Over base-written blocks the tokens themselves: they say all. In a mixed tree a residual belongs to the blocks
+        that were read when it was made, so their publications stand in place of their tokens, as far as the sequence
+        leases them. When such a block is evicted and written again, by whomever, older residuals fit no more.
+        """
+        if cache.writer == "base":
+            return tokens
+        blocks = cache.kv_blocks[: min(cache.base_depth // self.block_size, len(tokens) // self._block_bytes)]
+        words = array("I", bytes(len(blocks) * self._block_bytes))
+        words[:: self.block_size] = array("I", [self._publications[block] for block in blocks])
+        return words.tobytes()
 
     def adopt(self, cache: SequenceCache, key: bytes) -> Growth:
         """Append what others published beyond this sequence's base tables since. Mandatory before `grow_base`.
@@ -194,43 +150,59 @@ class KVCacheManager:
                 cache.stored = cache.base_depth
         units: list[BlockId] = []
         if cache.residual_lease and cache.residual_depth == cache.residual_lease.num_tokens:
-            units = self.tree.residual.deepen(cache.residual_lease, below, read=True)
+            units = self.tree.residual.deepen(cache.residual_lease, self._residual_key(cache, below), read=True)
+            cache.residual_tokens = cache.residual_lease.num_tokens
         k_units, v_units = self._append_units(cache, units)
         return Growth(tuple(blocks), k_units, v_units)
 
     def grow_base(self, cache: SequenceCache, key: bytes, end: int, step_id: int) -> Growth | None:
-        """Room for base-written K, V and this adapter's residual of tokens up to `end`; publishes the full blocks.
+        """Room for shared K, V and this adapter's residual of tokens up to `end`; publishes the full blocks.
 
         None, and nothing changed, if either pool cannot give it. Mutates `cache`.
         """
         blocks_wanted = max(0, self._blocks(end) - len(cache.kv_blocks))
-        res_from = cache.residual_depth
-        tiles = cache.adapter.k_tiles + cache.adapter.v_tiles if cache.adapter and cache.uses_residual else 0
-        units_wanted = max(0, (self._aligned(end) - res_from) // self.block_size) * tiles
+        units_wanted = max(0, self._blocks(end) * cache.tiles - len(cache.k_units) - len(cache.v_units))
         if not (self.room_for_kv(blocks_wanted) and self.room_for_residual(units_wanted)):
             return None
         blocks = self.kv_pool.allocate(blocks_wanted)
         cache.kv_blocks.extend(blocks)
         cache.owned.update(blocks)
         duplicates = self._publish_base(cache, key, end, step_id)
-        k_units: tuple[BlockId, ...] = ()
-        v_units: tuple[BlockId, ...] = ()
-        if units_wanted:
-            assert cache.residual_lease is not None
-            units = self.residual_pool.allocate(units_wanted)
-            prefix = key[: self._aligned(end) * TOKEN_BYTES]
-            if not self._publish_residual(cache.residual_lease, prefix, units, step_id):
-                cache.owned_units.update(units)
-            k_units, v_units = self._append_units(cache, units)
+        units = self.residual_pool.allocate(units_wanted)
+        cache.owned_units.update(units)
+        k_units, v_units = self._append_units(cache, units)
+        if cache.residual_lease is not None:
+            cache.residual_tokens = max(cache.residual_tokens, end)
+            self._publish_own_residual(cache, cache.residual_lease, key, end, step_id)
         return Growth(tuple(blocks), k_units, v_units, duplicates)
 
     def _publish_base(self, cache: SequenceCache, key: bytes, end: int, step_id: int) -> int:
+        """Publish the full blocks up to `end`; returns how many the tree had already.
+
+        A mixed tree takes a block only from a sequence that read all blocks above it in that tree: where another one
+        came first, this one goes on with blocks of its own.
+        """
         full = self._aligned(end)
         lease = cache.base_lease
-        if lease is None or full <= lease.num_tokens:
+        if lease is None or full <= lease.num_tokens or cache.diverged:
             return 0
-        prefix = key[: full * TOKEN_BYTES]
-        return self._publish(self.tree.base, lease, prefix, cache.kv_blocks[: full // self.block_size], cache, step_id)
+        tree, before, prefix = self.tree.base, lease.num_tokens, key[: full * TOKEN_BYTES]
+        if cache.writer == "mixed":
+            present = tree.peek(lease.node.root.namespace, prefix)
+            if present > before:
+                cache.diverged = True
+                return (present - before) // self.block_size
+        blocks = cache.kv_blocks[: full // self.block_size]
+        duplicates = self._publish(tree, lease, prefix, blocks, cache, step_id)
+        if cache.writer == "mixed":
+            self._number(blocks[before // self.block_size :])
+        return duplicates
+
+    def _number(self, blocks: list[BlockId]) -> None:
+        """Give each block the number of this publication of it; numbers repeat after 2^32 publications."""
+        for block in blocks:
+            self._num_publications = (self._num_publications + 1) % (1 << 32)
+            self._publications[block] = self._num_publications
 
     def _publish(
         self, tree: RadixTree, lease: Lease, prefix: bytes, ids: list[BlockId], cache: SequenceCache, step_id: int
@@ -244,15 +216,25 @@ class KVCacheManager:
         tree.deepen(lease, prefix, read=False)
         return max(0, present - before) // self.block_size
 
-    def _publish_residual(self, lease: Lease, prefix: bytes, units: list[BlockId], step_id: int) -> bool:
-        """Publish `units` for the blocks of `prefix` behind the lease. False if its namespace was dropped."""
+    def _publish_own_residual(self, cache: SequenceCache, lease: Lease, key: bytes, end: int, step_id: int) -> None:
+        """Publish the sequence's own units of the full blocks up to `end`."""
+        full = self._aligned(end)
+        if full <= lease.num_tokens:
+            return
+        prefix = self._residual_key(cache, key[: full * TOKEN_BYTES])
+        units = cache.tree_units(lease.num_tokens // self.block_size, len(prefix) // self._block_bytes)
+        if units:
+            cache.owned_units.difference_update(self._publish_residual(lease, prefix, units, step_id))
+
+    def _publish_residual(self, lease: Lease, prefix: bytes, units: list[BlockId], step_id: int) -> list[BlockId]:
+        """Publish `units` for the blocks of `prefix` behind the lease; returns those that the tree took: none if its
+        namespace was dropped."""
         if lease.node.root.detached:
-            return False
-        tree = self.tree.residual
+            return []
+        tree, before = self.tree.residual, lease.num_tokens
         present = tree.insert(lease, prefix, tree.covers(lease) + units, step_id)
-        assert present == lease.num_tokens, "adopt comes before allocate, so nothing behind the lease is present"
         tree.deepen(lease, prefix, read=False)
-        return True
+        return units[(present - before) // self.block_size * lease.node.root.ids_per_block :]
 
     def _append_units(
         self, cache: SequenceCache, units: list[BlockId]
@@ -380,7 +362,8 @@ class KVCacheManager:
         self._free_kv(sorted(cache.owned))
         self._free_residual(sorted(cache.owned_units))
         cache.owned_units.clear()
-        cache.stored = 0
+        cache.stored = cache.residual_tokens = 0
+        cache.diverged = False
         cache.base_lease = cache.residual_lease = cache.private_lease = None
         cache.owned.clear()
         for table in (cache.kv_blocks, cache.k_units, cache.v_units):
@@ -426,6 +409,7 @@ class KVCacheManager:
         _assert_partition(self.kv_pool, base + private + owned)
         _assert_partition(self.residual_pool, residual + [unit for cache in live for unit in cache.owned_units])
         for cache in live:
+            assert cache.base_lease is None or cache.base_lease.node.root.namespace[0] == cache.writer
             covered = set(tree.base.covers(cache.base_lease)) if cache.base_lease else set()
             covered |= set(tree.private.covers(cache.private_lease)) if cache.private_lease else set()
             loose = [block for block in cache.kv_blocks if block not in covered and block not in cache.owned]
@@ -434,19 +418,15 @@ class KVCacheManager:
             units |= cache.owned_units
             assert set(cache.k_units) | set(cache.v_units) <= units, "residual units without a lease"
 
+    @property
+    def _block_bytes(self) -> int:
+        return self.block_size * TOKEN_BYTES
+
     def _aligned(self, tokens: int) -> int:
         return tokens // self.block_size * self.block_size
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
-
-
-def split_units(units: list[BlockId], k_tiles: int, v_tiles: int) -> tuple[tuple[BlockId, ...], tuple[BlockId, ...]]:
-    """Residual ids of consecutive blocks (each k_tiles K units, then v_tiles V units) as two tables."""
-    step = k_tiles + v_tiles
-    k_units = [u for i in range(0, len(units), step) for u in units[i : i + k_tiles]]
-    v_units = [u for i in range(0, len(units), step) for u in units[i + k_tiles : i + step]]
-    return tuple(k_units), tuple(v_units)
 
 
 def _assert_partition(pool: BlockPool, taken: list[BlockId]) -> None:

@@ -76,6 +76,7 @@ def load_adapter(
         rank_v=_max_rank(weights, "v_proj"),
         invocation_tokens=settings.invocation_tokens,
         team=team,
+        a_digest=_a_digest(weights, scaling, qk_norm=spec.qk_norm),
     )
     report = AdapterReport(
         name=name,
@@ -211,11 +212,26 @@ def _digest(weights: Mapping[Key, Pair], scaling: Mapping[Key, float], settings:
         for key, pair in weights.items()
         for half, tensor in zip("AB", pair, strict=True)
     }
+    digest = _hash(named, scaling)
+    digest.update(f"{settings.kind} {settings.invocation_tokens}".encode())
+    return digest.hexdigest()
+
+
+def _a_digest(weights: Mapping[Key, Pair], scaling: Mapping[Key, float], *, qk_norm: bool) -> str:
+    """SHA-256 of what a residual depends on besides the hidden states: A of k_proj and v_proj in every layer. With
+    QK-norm a residual also holds the rms of the adapted K, so B of k_proj belongs to it."""
+    named = {f"{_path(key)}.lora_A": a for key, (a, _) in weights.items() if key[1] in ("k_proj", "v_proj")}
+    adapted = [key for key in weights if key[1] == "k_proj"] if qk_norm else []
+    named |= {f"{_path(key)}.lora_B": weights[key][1] for key in adapted}
+    return _hash(named, {key: scaling[key] for key in adapted}).hexdigest()
+
+
+def _hash(named: Mapping[str, torch.Tensor], scaling: Mapping[Key, float]) -> hashlib._Hash:
+    """SHA-256 of tensors (name, dtype, shape, bytes) and scalings, in the order of their names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(named.items(), key=lambda item: item[0]):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     for key in sorted(scaling):
         digest.update(f"{_path(key)} {scaling[key]!r}\n".encode())
-    digest.update(f"{settings.kind} {settings.invocation_tokens}".encode())
-    return digest.hexdigest()
+    return digest

@@ -50,7 +50,7 @@ class RmsWrite:
 
 @dataclass(frozen=True, slots=True)
 class ResidualJob:
-    """h·A of one base row, tokens [begin, end): `tiles` of the stacked A matrices; element `src` of the result, as
+    """h·A of one row, tokens [begin, end): `tiles` of the stacked A matrices; element `src` of the result, as
     rows of 16 columns token major, goes to flat slot `dst` (unit * block_size + offset)."""
 
     begin: int
@@ -169,7 +169,7 @@ def _dense_rows(weights: AdapterWeights, batch: ForwardBatch, runs: list[tuple[i
 
 
 def _residual_job(weights: AdapterWeights, batch: ForwardBatch, row: RowResidualWrites) -> ResidualJob:
-    """Index arrays of all residual writes of one base row."""
+    """Index arrays of all residual writes of one row."""
     device, block_size = batch.input_ids.device, batch.block_size
     begin, end = int(batch.host.cu_seqlens_q[row.row]), int(batch.host.cu_seqlens_q[row.row + 1])
     tiles: list[int] = []
@@ -183,7 +183,7 @@ def _residual_job(weights: AdapterWeights, batch: ForwardBatch, row: RowResidual
         for is_v, (units, count, tile) in enumerate(halves):
             if not units:
                 continue
-            targets = unit_slots(units, count, end - begin - first, block_size)
+            targets = unit_slots(units, count, write.write_from, end - begin - first, block_size)
             tokens.append(np.repeat(np.arange(first, first + len(targets)), count))
             columns.append(np.tile(np.arange(len(tiles), len(tiles) + count), len(targets)))
             slots.append(targets.ravel())

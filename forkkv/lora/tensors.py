@@ -231,7 +231,7 @@ def _row_writes(
     parts: list[tuple[int, int, np.ndarray]],
     rms: list[RmsWrite],
 ) -> list[int]:
-    """Tile ids of one base row, tokens [begin, end); appends (first token, first column, slots [tokens, tiles]) of
+    """Tile ids of one row, tokens [begin, end); appends (first token, first column, slots [tokens, tiles]) of
     every adapter's halves to `parts`, and what QK-norm needs to `rms`."""
     device = batch.input_ids.device
     ids: list[int] = []
@@ -241,7 +241,7 @@ def _row_writes(
         for is_v, (units, count, tile) in enumerate(halves):
             if not units:
                 continue
-            slots = unit_slots(units, count, end - first, batch.block_size)
+            slots = unit_slots(units, count, write.write_from, end - first, batch.block_size)
             parts.append((first, len(ids), slots))
             if not is_v and weights.raw_b_k:
                 columns, lead = to_device(slots.ravel(), device), to_device(slots[:, 0], device)
@@ -250,8 +250,9 @@ def _row_writes(
     return ids
 
 
-def unit_slots(units: Sequence[int], tiles: int, num_tokens: int, block_size: int) -> np.ndarray:
-    """Flat slots [tokens, tiles] of the whole blocks that `units` and the row's `num_tokens` cover."""
-    num_blocks = min(len(units) // tiles, num_tokens // block_size)
-    table = np.asarray(units, dtype=np.int64)[: num_blocks * tiles].reshape(num_blocks, 1, tiles)
-    return (table * block_size + np.arange(block_size)[None, :, None]).reshape(-1, tiles)
+def unit_slots(units: Sequence[int], tiles: int, first: int, num_tokens: int, block_size: int) -> np.ndarray:
+    """Flat slots [tokens, tiles] of the `num_tokens` tokens from position `first` on, as far as `units` reach; these
+    begin with the block of `first`."""
+    table = np.asarray(units, dtype=np.int64).reshape(-1, 1, tiles)
+    slots = (table * block_size + np.arange(block_size)[None, :, None]).reshape(-1, tiles)
+    return slots[first % block_size :][:num_tokens]

@@ -68,9 +68,8 @@ class Attention(nn.Module):
         """hidden [T, hidden], normed -> [T, hidden]. Writes K, V and residuals of the step into `cache`."""
         shape, lora, index = self.shape, step.lora, self.index
         q_heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        qkv = self.qkv(hidden)
-        lora.apply(index, "qkv", hidden, qkv)
         q_size, kv_size = q_heads * dim, kv_heads * dim
+        qkv = self._project(hidden, step, q_size)
         if lora.jobs:
             lora.write_residuals(index, hidden, qkv[:, q_size : q_size + kv_size], cache, self.eps)
         values = qkv[:, q_size + kv_size :].view(-1, kv_heads, dim)
@@ -95,6 +94,16 @@ class Attention(nn.Module):
         out = self.o(attended)
         lora.apply(index, "o", attended, out)
         return out
+
+    def _project(self, hidden: Tensor, step: StepContext, q_size: int) -> Tensor:
+        """Queries, K and V [T, (H + 2 Hkv) * D] with the adapters' part, which K, V of `base_kv_tokens` go without."""
+        qkv = self.qkv(hidden)
+        tokens, kv = step.batch.base_kv_tokens, qkv[:, q_size:]
+        base = None if tokens is None else kv.index_select(0, tokens)
+        step.lora.apply(self.index, "qkv", hidden, qkv)
+        if tokens is not None and base is not None:
+            kv.index_copy_(0, tokens, base)
+        return qkv
 
 
 class MLP(nn.Module):

@@ -16,7 +16,8 @@ from forkkv.types import AdapterKind
 @dataclass(frozen=True, slots=True)
 class ForkPoint:
     """`weights_from` (f_w): first token that runs with adapter weights. `private_from` (f): first token whose K/V
-    lies in private blocks, `weights_from` rounded down to a block. None in both: a base request, no fork at all."""
+    lies in private blocks, `weights_from` rounded down to a block; None where nothing is private: in a base request,
+    whose `weights_from` is None too, and where agents share all that they write (f_w is the prompt's length)."""
 
     weights_from: int | None
     private_from: int | None
@@ -49,14 +50,15 @@ def fork_point(
     shared: bool,
     fork_tail: int,
     invocation_tokens: Sequence[int] = (),
+    everything: bool = False,
     fork_at: int | None = None,
     mark: int | None = None,
 ) -> ForkPoint:
     """Fork point of a request with prompt tokens `prompt`; `kind` None means the base model.
 
     Precedence: not shared -> 0; aLoRA -> start of the last occurrence of its invocation tokens (none: a base
-    request); `fork_at`; the last `cache_control` mark; else `fork_tail` tokens before the end. All but aLoRA's are
-    rounded down to a block and leave at least one token to the adapter.
+    request); `everything` is shared -> the end of the prompt; `fork_at`; the last `cache_control` mark; else
+    `fork_tail` tokens before the end. The last three are rounded down to a block and leave the adapter a token.
     """
     if kind is None:
         return BASE_REQUEST
@@ -68,6 +70,8 @@ def fork_point(
     if not shared:
         return ForkPoint(0, 0)
     n = len(prompt)
+    if everything:
+        return ForkPoint(n, None)
     last = (n - 1) // block_size * block_size
     if fork_at is not None:
         wanted = fork_at

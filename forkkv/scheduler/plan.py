@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from forkkv.kvcache.manager import Growth
+from forkkv.kvcache.sequence_cache import Growth
 from forkkv.scheduler.sequence import Sequence
 from forkkv.types import (
     AdapterLoad,

@@ -14,13 +14,14 @@ from collections.abc import Iterable
 
 from forkkv.config import SchedulerConfig
 from forkkv.errors import RequestError
-from forkkv.kvcache.manager import UNBOUNDED, KVCacheManager, SequenceCache
+from forkkv.kvcache.manager import KVCacheManager
+from forkkv.kvcache.sequence_cache import UNBOUNDED, SequenceCache
 from forkkv.lora.registry import AdapterRegistry, AdapterSlots
 from forkkv.scheduler.fork import fork_point
 from forkkv.scheduler.plan import PlanBuilder
 from forkkv.scheduler.segments import SegmentPlanner
 from forkkv.scheduler.sequence import Counters, LastStep, Sequence, SequenceStatus
-from forkkv.sharing import is_shared
+from forkkv.sharing import is_shared, residual_digest, writer_class
 from forkkv.types import (
     AdapterLoad,
     AdapterMeta,
@@ -94,28 +95,30 @@ class Scheduler:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `RequestError`, and changes nothing, if it can never be served."""
         adapter = self.adapters.by_id(request.adapter_id) if request.adapter_id else None
-        shared = adapter is not None and is_shared(adapter, self.config.kv_sharing, request.kv_sharing)
+        kind = adapter.kind if adapter else None
+        sharing = self.config.kv_sharing, request.kv_sharing
+        writer = writer_class(kind, *sharing)
         fork = fork_point(
             request.prompt_token_ids,
             self.kv.block_size,
-            kind=adapter.kind if adapter else None,
-            shared=shared,
+            kind=kind,
+            shared=adapter is not None and is_shared(adapter, *sharing),
             fork_tail=self.config.fork_tail,
             invocation_tokens=adapter.invocation_tokens if adapter else (),
+            everything=writer == "mixed",
             fork_at=request.fork_at,
             mark=request.fork_mark,
         )
         private_from = UNBOUNDED if fork.private_from is None else fork.private_from
-        has_residual = adapter is not None and adapter.kind != "alora" and bool(adapter.rank_k or adapter.rank_v)
-        uses_residual = has_residual and 0 < private_from < UNBOUNDED
-        self._refuse_impossible(request, adapter if uses_residual else None, private_from)
+        residual = residual_digest(adapter, *sharing) if adapter and private_from else None
+        self._refuse_impossible(request, adapter if residual else None, private_from)
         scope = request.cache_salt if self.enable_reuse else ("request", request.request_id)
         sequences: list[Sequence] = []
         seed = self._resolve_seed(request.sampling.seed)
         for index in range(request.n):
             name = request.request_id if request.n == 1 else f"{request.request_id}#{index}"
             weights_from = UNBOUNDED if fork.weights_from is None else fork.weights_from
-            cache = SequenceCache(self.kv.block_size, scope, adapter, private_from, weights_from, uses_residual)
+            cache = SequenceCache(self.kv.block_size, scope, adapter, private_from, weights_from, residual, writer)
             tokens = array("i", request.prompt_token_ids)
             sequences.append(
                 Sequence(
@@ -157,10 +160,11 @@ class Scheduler:
                 param="messages",
             )
         if residual is not None:
-            units = private_from // self.kv.block_size * (residual.k_tiles + residual.v_tiles)
+            tokens = min(private_from, n)
+            units = -(-tokens // self.kv.block_size) * (residual.k_tiles + residual.v_tiles)
             if units > self.kv.residual_pool.total:
                 raise RequestError(
-                    f"The residual of {residual.name!r} for {private_from} tokens needs {units} units of the rCache, "
+                    f"The residual of {residual.name!r} for {tokens} tokens needs {units} units of the rCache, "
                     f"which has {self.kv.residual_pool.total}.",
                     code="context_length_exceeded",
                     param="messages",

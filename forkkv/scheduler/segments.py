@@ -5,16 +5,20 @@ The tokens of a sequence fall into three stretches, and one step may run a segme
     [0, f)      base tier      base weights, shared blocks; writes residuals for its own and its fan-out's adapters
     [f, f_w)    private tier   base weights (aLoRA only: the invocation starts inside a block)
     [f_w, ...)  private tier   adapter weights, reading base K, V and its residual below f
+
+In a mixed tree (`--kv-sharing first-writer`, `shared-a`, `full`) an agent's tokens are all of the first kind, run with
+adapter weights: each segment reads the residual of all tokens up to its own last one, and writes what is missing.
 """
 
 from __future__ import annotations
 
 from forkkv.config import SchedulerConfig
-from forkkv.kvcache.manager import Growth, KVCacheManager
+from forkkv.kvcache.manager import KVCacheManager
+from forkkv.kvcache.sequence_cache import UNBOUNDED, Growth
 from forkkv.lora.registry import AdapterRegistry
 from forkkv.scheduler.plan import PlanBuilder
 from forkkv.scheduler.sequence import Counters, Sequence, SequenceStatus
-from forkkv.sharing import reads_residual
+from forkkv.sharing import takes_fanout
 from forkkv.types import AdapterMeta, BlockCopy, ResidualWrite, Segment
 
 
@@ -35,7 +39,7 @@ class SegmentPlanner:
         self.adapters = adapters
         self.counters = counters
         self.enable_reuse = enable_reuse
-        self._recent: list[AdapterMeta] = [meta for meta in adapters.list() if reads_residual(meta, config.kv_sharing)]
+        self._recent: list[AdapterMeta] = [meta for meta in adapters.list() if takes_fanout(meta, config.kv_sharing)]
 
     def mark_used(self, adapter: AdapterMeta) -> None:
         """Remember `adapter` as the most recently used one, for the fan-out of requests without a team. Mutates."""
@@ -66,7 +70,8 @@ class SegmentPlanner:
             found = self.kv.adopt(cache, key)
             plan.append(sequence, found)
             sequence.count_hits(found)
-            if sequence.fork.is_base:
+            # Where a residual belongs to it, a partial block is not copied: its few tokens are computed again.
+            if cache.private_from == UNBOUNDED and not cache.uses_residual:
                 self._copy_partial_block(sequence, plan)
         reached = min(max(cache.base_depth, cache.stored), cache.residual_depth, limit, sequence.num_tokens - 1)
         start = sequence.num_computed_tokens = max(sequence.num_computed_tokens, reached)
@@ -84,20 +89,23 @@ class SegmentPlanner:
         plan.append(sequence, growth)
         self.counters.duplicate_blocks += growth.duplicates
         writes = self._fan_out(sequence, key, start, end, plan.step_id)
-        if growth.k_units or growth.v_units:
+        if cache.uses_residual and cache.residual_depth > residual_from:
             assert sequence.adapter is not None
-            own = ResidualWrite(sequence.adapter.adapter_id, residual_from, growth.k_units, growth.v_units)
-            writes.insert(0, own)
-        if not sequence.fork.is_base:
-            self.counters.backfill_tokens += max(0, min(end, stored) - start)
+            units = cache.units_from(residual_from // self.kv.block_size)
+            writes.insert(0, ResidualWrite(sequence.adapter.adapter_id, residual_from, *units))
+            self.counters.backfill_tokens += max(0, min(end, stored) - residual_from)
+        mixed = cache.writer == "mixed"
+        reads_residual = mixed and cache.uses_residual
         segment = Segment(
             request_id=sequence.sequence_id,
             start=start,
             num_tokens=end - start,
-            weights_slot=-1,
-            write="base",
+            weights_slot=sequence.slot if mixed else -1,
+            write="merged" if mixed and not reads_residual else "base",
             kv_write_from=max(start, stored),
             residual_writes=tuple(writes),
+            read_slot=sequence.slot if reads_residual else -1,
+            residual_len=end if reads_residual else 0,
             sample=end == sequence.num_tokens,
         )
         self._emit(sequence, segment, plan)
@@ -105,7 +113,7 @@ class SegmentPlanner:
 
     def _fan_out(self, sequence: Sequence, key: bytes, start: int, end: int, step_id: int) -> list[ResidualWrite]:
         end = min(end, sequence.num_prompt_tokens)
-        if not self.enable_reuse or end - start < self.kv.block_size:
+        if not self.enable_reuse or end - start < self.kv.block_size or sequence.cache.writer == "mixed":
             return []
         chosen = self._fanout_set(sequence.adapter)
         writes = self.kv.fan_out(sequence.cache, key, start, end, chosen, step_id)
@@ -119,7 +127,7 @@ class SegmentPlanner:
         seen = {requester.digest} if requester else set()
         chosen: list[AdapterMeta] = []
         for adapter in team:
-            if adapter.digest not in seen and reads_residual(adapter, self.config.kv_sharing):
+            if adapter.digest not in seen and takes_fanout(adapter, self.config.kv_sharing):
                 seen.add(adapter.digest)
                 chosen.append(adapter)
         return chosen[: self.config.residual_fanout]

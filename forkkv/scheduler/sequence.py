@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from forkkv.kvcache.manager import Growth, SequenceCache
+from forkkv.kvcache.sequence_cache import Growth, SequenceCache
 from forkkv.scheduler.fork import ForkPoint
 from forkkv.types import AdapterMeta, CacheUsage, SamplingParams
 
@@ -112,14 +112,14 @@ class Sequence:
             self.computed_pairs += (end * (end + 1) - start * (start + 1)) // 2
 
     def usage(self) -> CacheUsage:
-        below = self.num_prompt_tokens if self.fork.is_base else self.cache.private_from
+        below = min(self.cache.private_from, self.num_prompt_tokens)
         weights_from = self.fork.weights_from
         return CacheUsage(
             kind=self.adapter.kind if self.adapter else "base",
             fork_point=self.num_prompt_tokens if weights_from is None else weights_from,
             base=min(self.base_hit, below),
             residual=min(self.residual_hit, below),
-            private=min(self.private_hit, self.num_prompt_tokens - min(below, self.num_prompt_tokens)),
+            private=min(self.private_hit, self.num_prompt_tokens - below),
             computed=self.computed,
             computed_pairs=self.computed_pairs,
             base_queries=below,

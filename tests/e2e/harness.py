@@ -43,6 +43,26 @@ class Completion:
     finish_reason: str | None = None
     error: str | None = None
 
+    def is_whole(self, ask: Ask) -> bool:
+        """Whether it has all tokens that were asked for, with log-probs."""
+        return len(self.token_ids) == len(self.logprobs) == ask.max_tokens
+
+    def differences(self, rows: Tensor) -> list[float]:
+        """Largest difference of a reported log-prob (chosen and most likely tokens) to `rows` [len(token_ids), vocab],
+        for every token; inf where the log-prob is another token's."""
+        found = []
+        for row, token, entry in zip(rows, self.token_ids, self.logprobs, strict=True):
+            pairs = [(token, entry.logprob), *entry.top]
+            ids = torch.tensor([pair[0] for pair in pairs])
+            reported = torch.tensor([pair[1] for pair in pairs])
+            own = entry.token_id == token
+            found.append(float((row[ids] - reported).abs().max()) if own else float("inf"))
+        return found
+
+    def difference(self, rows: Tensor) -> float:
+        """Largest of `differences`."""
+        return max(self.differences(rows))
+
 
 Completions = dict[tuple[str, int], Completion]
 """By (name of the `Ask`, index of the completion)."""
@@ -164,22 +184,9 @@ class Reference:
         """Largest difference of a reported log-prob (chosen and most likely tokens); inf for an answer that is not
         `max_tokens` long or was computed at another fork point."""
         usage = completion.usage
-        complete = len(completion.token_ids) == len(completion.logprobs) == ask.max_tokens
-        if not complete or usage is None or usage.fork_point != self.meaning(ask)[1]:
+        if not completion.is_whole(ask) or usage is None or usage.fork_point != self.meaning(ask)[1]:
             return float("inf")
-        if any(entry.token_id != token for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)):
-            return float("inf")
-        return max(self.differences(ask, completion))
-
-    def differences(self, ask: Ask, completion: Completion) -> list[float]:
-        """Largest difference of a reported log-prob at each generated token."""
-        found = []
-        for row, entry in zip(self.logprobs(ask, completion.token_ids), completion.logprobs, strict=True):
-            pairs = [(entry.token_id, entry.logprob), *entry.top]
-            ids = torch.tensor([pair[0] for pair in pairs])
-            reported = torch.tensor([pair[1] for pair in pairs])
-            found.append(float((row[ids] - reported).abs().max()))
-        return found
+        return completion.difference(self.logprobs(ask, completion.token_ids))
 
     def worst(self, asks: Iterable[Ask], completions: Completions) -> tuple[float, str]:
         """(largest difference, name of its request) over all completions of `asks`."""

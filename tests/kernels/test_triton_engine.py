@@ -11,6 +11,7 @@ import torch
 from forkkv.config import CacheConfig, EngineConfig, LoRAConfig, LoRAModule, ModelConfig, SchedulerConfig
 from forkkv.engine.core import EngineCore
 from forkkv.executor.uniproc import UniprocExecutor
+from forkkv.types import KVSharing
 from tests.e2e.harness import Ask, Completions, run_all
 from tests.models.factory import make_adapter, make_model
 
@@ -25,13 +26,13 @@ ASKS = (
 )
 
 
-def run_engine(folder: Path, backend: Literal["torch", "triton"]) -> tuple[Completions, str]:
+def run_engine(folder: Path, backend: Literal["torch", "triton"], mode: KVSharing) -> tuple[Completions, str]:
     """Completions of all requests at once, and the name of the backend that served them."""
     names = ("fork8", "fork20")
     config = EngineConfig(
         model=ModelConfig(str(folder / "model"), dtype="float32", device="cpu", attention_backend=backend),
         cache=CacheConfig(block_size=BLOCK, memory_bytes=2 << 20),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, kv_sharing="auto"),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, kv_sharing=mode),
         lora=LoRAConfig(modules=tuple(LoRAModule(name, str(folder / name)) for name in names)),
     )
     executor = UniprocExecutor(config, progress=False, poison=True)
@@ -39,15 +40,16 @@ def run_engine(folder: Path, backend: Literal["torch", "triton"]) -> tuple[Compl
     return run_all(core, ASKS), executor.backend.name
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
-def test_same_log_probs(arch: str, tmp_path: Path) -> None:
-    """Prefill and decode of base, sharing and private requests, several in one step, ranks 8 and 20."""
+@pytest.mark.parametrize(("arch", "mode"), [("llama", "auto"), ("qwen3", "auto"), ("qwen3", "first-writer")])
+def test_same_log_probs(arch: str, mode: KVSharing, tmp_path: Path) -> None:
+    """Prefill and decode of base, sharing and private requests, several in one step, ranks 8 and 20; under
+    first-writer with residuals that end inside a block."""
     torch.set_num_threads(1)
     model = make_model(tmp_path / "model", arch, hidden=32, heads=4, kv_heads=2, intermediate=48, vocab=256)
     make_adapter(tmp_path / "fork8", model, rank=8, kind="fork", seed=1, b_std=0.2)
     make_adapter(tmp_path / "fork20", model, rank=20, kind="fork", seed=2, targets=("q_proj", "k_proj", "v_proj"))
-    expected, _ = run_engine(tmp_path, "torch")
-    got, name = run_engine(tmp_path, "triton")
+    expected, _ = run_engine(tmp_path, "torch", mode)
+    got, name = run_engine(tmp_path, "triton", mode)
     assert name == "triton"
     for key, completion in expected.items():
         other = got[key]

@@ -100,6 +100,7 @@ def make_adapter(
     targets: Sequence[str] = ATTENTION,
     layers: Sequence[int] | None = None,
     seed: int = 1,
+    a_seed: int | None = None,
     b_std: float = 0.05,
     kind: str = "plain",
     invocation_tokens: Sequence[int] = (),
@@ -113,17 +114,19 @@ def make_adapter(
     """Write a PEFT folder with random A ~ N(0, 1/sqrt(r)) and B ~ N(0, b_std); returns the folder.
 
     `model`: a `ModelSpec`, a transformers config, or a model folder. `layers` None means all. `kind` "fork" and "alora"
-    are declared as the server reads them; "alora" needs `invocation_tokens`. `config_extra` overrides config keys.
+    are declared as the server reads them; "alora" needs `invocation_tokens`. Adapters of equal `a_seed`, ranks and
+    targets share A. `config_extra` overrides config keys.
     """
     shapes, num_layers = _shapes(model)
     generator = torch.Generator().manual_seed(seed)
+    a_generator = generator if a_seed is None else torch.Generator().manual_seed(a_seed)
     tensors = {}
     for layer in range(num_layers) if layers is None else layers:
         for module in targets:
             out_features, in_features = shapes[module]
             path = f"layers.{layer}.{'mlp' if module in MLP else 'self_attn'}.{module}"
             r = _pattern_value(rank_pattern, "model." + path, rank)
-            a = torch.randn(r, in_features, generator=generator) / r**0.5
+            a = torch.randn(r, in_features, generator=a_generator) / r**0.5
             b = torch.randn(out_features, r, generator=generator) * b_std
             tensors[f"{prefix}{path}.lora_A.weight"] = a.to(dtype).contiguous()
             tensors[f"{prefix}{path}.lora_B.weight"] = b.to(dtype).contiguous()

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,25 @@ def test_digest_depends_on_all_that_changes_the_function_and_on_nothing_else(tmp
     assert len(set(digests.values())) == len(variants)
     copy = shutil.copytree(tmp_path / "base", tmp_path / "copy")
     assert load(copy, name="other", adapter_id=9, team="t").meta.digest == digests["base"]
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_adapters_that_share_a_have_one_digest_of_a(tmp_path: Path, qk_norm: bool):
+    spec = replace(SPEC, qk_norm=qk_norm)
+
+    def digest(name: str, **options: Any) -> str:
+        fields: dict[str, Any] = {"targets": ("q_proj", "v_proj"), "a_seed": 5, **options}
+        return load_adapter(
+            make_adapter(tmp_path / name, SPEC, **fields), name=name, adapter_id=1, spec=spec, max_lora_rank=64
+        ).meta.a_digest
+
+    first = digest("first")
+    assert first == digest("other B", seed=2, alpha=3) == digest("fork", kind="fork")
+    assert len({first, digest("other A", a_seed=6), digest("v only", targets=("v_proj",), a_seed=7)}) == 3
+    # With QK-norm a residual also holds the rms of the adapted K, so B of k_proj counts.
+    keys = {"targets": ("k_proj",)}
+    assert (digest("k", **keys) == digest("k, other B", seed=2, **keys)) is not qk_norm
+    assert (digest("k, same", **keys) == digest("k, other scaling", alpha=3, **keys)) is not qk_norm
 
 
 @pytest.mark.parametrize(

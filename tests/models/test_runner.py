@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from forkkv.config import CacheConfig, EngineConfig, LoRAConfig, LoRAModule, Mod
 from forkkv.errors import ConfigError
 from forkkv.executor.device import available_cache_bytes, choose_device, choose_dtype
 from forkkv.executor.uniproc import UniprocExecutor
-from forkkv.types import BlockCopy, ResidualWrite, SamplingParams, SharedPrefix
+from forkkv.types import BlockCopy, SamplingParams, SharedPrefix
 from tests.models.factory import ALL_MODULES, load_model, make_adapter, make_model
 from tests.models.plans import Driver, Seq, make_runner
 from tests.oracle import oracle_logprobs, read_adapter
@@ -207,13 +208,17 @@ def test_fanout_equals_own_writes(world: World) -> None:
         assert_close(driver.run(reader, (54, 55)), expected_for(world, "fork", name))
 
 
-def test_residual_write_stops_at_whole_blocks(llama: World) -> None:
+@pytest.mark.parametrize(("write_from", "units", "filled"), [(8, 3, (8, 5, 0)), (11, 3, (5, 5, 0)), (8, 1, (8,))])
+def test_residual_write_covers_what_units_and_segment_have(
+    llama: World, write_from: int, units: int, filled: tuple[int, ...]
+) -> None:
+    """Units begin with the block of `write_from`; the segment ends at token 21 and may end inside a block."""
     driver = llama.driver()
-    write = driver.write_for(IDS["qkvo"], 0, 24)
-    short = ResidualWrite(write.adapter_id, 8, write.k_units, write.v_units)
-    driver.execute(driver.segments(Seq("s", TOKENS), 21, [short]))
-    filled = ~driver.runner.cache.residual[0, list(write.k_units)].isnan().all(-1).all(-1)
-    assert filled.tolist() == [True, False, False]
+    write = driver.write_for(IDS["qkvo"], 0, 8 * units)
+    driver.execute(driver.segments(Seq("s", TOKENS), 21, [replace(write, write_from=write_from)]))
+    written = ~driver.runner.cache.residual[0, list(write.k_units)].isnan().any(-1)
+    assert tuple(written.sum(-1).tolist()) == filled
+    assert bool(written[0, write_from % 8 :].all()), "written from `write_from` on"
 
 
 def test_shared_prefix_groups(world: World) -> None:

@@ -135,6 +135,12 @@ def test_bad_values_are_400_and_name_the_field(fake: FakeServer, path: str, fiel
     refused(post(fake, path, **{field: value}), 400, "invalid_value", field)
 
 
+@pytest.mark.parametrize("mode", ["auto", "fork", "first-writer", "shared-a", "full"])
+def test_a_mode_of_the_server_is_refused_in_a_request(fake: FakeServer, mode: str) -> None:
+    error = refused(post(fake, CHAT, kv_sharing=mode), 400, "invalid_value", "kv_sharing")
+    assert f"--kv-sharing {mode}" in error["message"]
+
+
 @pytest.mark.parametrize("prompt", [None, [], "", [[]], [-1], [10**6], [1.5], [True], ["a", 1], {"a": 1}, [[1], "a"]])
 def test_bad_prompts(fake: FakeServer, prompt: Any) -> None:
     refused(post(fake, COMPLETIONS, prompt=prompt), 400, param="prompt")

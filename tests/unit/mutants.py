@@ -1,4 +1,4 @@
-"""Six faults, each planted into the real code for as long as a `with` block lasts.
+"""Eight faults, each planted into the real code for as long as a `with` block lasts.
 
 They are the mistakes that engines of this kind have made in public, or that this design invites. The state machine
 must catch every one of them; a check that cannot fail proves nothing.
@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from forkkv.kvcache.dual_tree import DualRadixTree
 from forkkv.kvcache.manager import KVCacheManager
-from forkkv.kvcache.radix_tree import Lease
+from forkkv.kvcache.radix_tree import TOKEN_BYTES, Lease
 from forkkv.scheduler.segments import SegmentPlanner
 from forkkv.types import Segment
 
@@ -65,9 +65,25 @@ def residual_read_above_the_fork(self, sequence, segment, plan):
     _emit(self, sequence, segment, plan)
 
 
-def salt_dropped(scope):
-    """Base blocks of one tenant answer another."""
-    return ("base", "")
+def salt_dropped(scope, writer):
+    """Shared blocks of one tenant answer another."""
+    return (writer, "")
+
+
+def residual_key_without_the_writer(self, cache, tokens):
+    """Residuals over blocks that agents wrote are found by their tokens alone."""
+    return tokens
+
+
+def published_behind_anothers_block(self, cache, key, end, step_id):
+    """A sequence that came second with a block offers what it computed behind its own copy of it."""
+    lease, full = cache.base_lease, self._aligned(end)
+    if lease is None or full <= lease.num_tokens:
+        return 0
+    blocks, new = cache.kv_blocks[: full // self.block_size], lease.num_tokens // self.block_size
+    duplicates = self._publish(self.tree.base, lease, key[: full * TOKEN_BYTES], blocks, cache, step_id)
+    self._number(blocks[new:])
+    return duplicates
 
 
 _publish = KVCacheManager._publish
@@ -79,8 +95,12 @@ _TARGETS: dict[Callable, tuple[type, str, bool]] = {
     lease_moves_shallower: (KVCacheManager, "_publish", False),
     residual_read_above_the_fork: (SegmentPlanner, "_emit", False),
     salt_dropped: (DualRadixTree, "base_namespace", True),
+    residual_key_without_the_writer: (KVCacheManager, "_residual_key", False),
+    published_behind_anothers_block: (KVCacheManager, "_publish_base", False),
 }
-MUTANTS = tuple(_TARGETS)
+MIXED_TREE_MUTANTS = (residual_key_without_the_writer, published_behind_anothers_block)
+"""Faults that only show where agents read what agents wrote."""
+MUTANTS = tuple(mutant for mutant in _TARGETS if mutant not in MIXED_TREE_MUTANTS)
 
 
 @contextmanager

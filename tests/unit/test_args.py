@@ -53,6 +53,9 @@ def test_every_flag_reaches_the_engine() -> None:
         (["--enable-forkkv"], "auto"),
         (["--enable-forkkv", "--kv-sharing", "none"], "none"),
         (["--kv-sharing", "fork"], "fork"),
+        (["--enable-forkkv", "--kv-sharing", "first-writer"], "first-writer"),
+        (["--kv-sharing", "shared-a"], "shared-a"),
+        (["--kv-sharing", "full"], "full"),
         (["--enable-forkkv", "--no-enable-forkkv"], "none"),
     ],
 )
@@ -95,7 +98,7 @@ def test_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--max-loras", "0"], ["--max-loras"]),
         (["--max-probe-kl", "-1"], ["--max-probe-kl"]),
         (["--max-loras", "many"], ["--max-loras", "integer"]),
-        (["--kv-sharing", "full"], ["--kv-sharing", "'auto'"]),
+        (["--kv-sharing", "some"], ["--kv-sharing", "'auto'"]),
         (["--block-size", "3"], ["--block-size", "power of two"]),
         (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization"]),
         (["--port", "70000"], ["--port"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forkkv.scheduler.fork import fork_point, last_occurrence
-from forkkv.sharing import is_shared, needs_probe, reads_residual
+from forkkv.sharing import is_shared, needs_probe, residual_digest
 from forkkv.types import AdapterMeta
 
 BLOCK = 16
@@ -40,6 +40,10 @@ def point(n=1000, *, kind="fork", shared=True, prompt=None, **fields):
         # the last cache_control mark
         ((512, 512), {"mark": 527}),
         ((992, 992), {"mark": 1000}),
+        # where agents share all that they write, the whole prompt and nothing private
+        ((1000, None), {"everything": True}),
+        ((1000, None), {"everything": True, "fork_at": 64, "mark": 128}),
+        ((0, 0), {"everything": True, "shared": False}),
         # else fork_tail tokens before the end
         ((928, 928), {}),
         ((928, 928), {"n": 992}),
@@ -105,18 +109,18 @@ def test_who_shares(kind, mode, requested, wanted):
 
 def test_a_plain_adapter_that_passed_its_probe_is_shared_under_auto():
     adapter = AdapterMeta(1, "a", "d", "plain", 8, 8, passed_probe=True)
-    assert is_shared(adapter, "auto") and reads_residual(adapter, "auto")
+    assert is_shared(adapter, "auto") and residual_digest(adapter, "auto")
     assert not is_shared(adapter, "auto", "none") and not is_shared(adapter, "none")
 
 
 @pytest.mark.parametrize("kind", ["plain", "fork", "alora"])
-@pytest.mark.parametrize("mode", ["none", "auto", "fork"])
+@pytest.mark.parametrize("mode", ["none", "auto", "fork", "first-writer", "shared-a", "full"])
 def test_plain_adapters_are_probed_where_they_may_share(kind, mode):
-    assert needs_probe(AdapterMeta(1, "a", "d", kind, 8, 8), mode) is (kind == "plain" and mode != "none")
+    assert needs_probe(AdapterMeta(1, "a", "d", kind, 8, 8), mode) is (kind == "plain" and mode in ("auto", "fork"))
 
 
 def test_only_k_and_v_weights_leave_a_residual():
-    assert reads_residual(AdapterMeta(1, "a", "d", "fork", 8, 0), "auto")
-    assert not reads_residual(AdapterMeta(1, "a", "d", "fork", 0, 0), "auto")
-    assert not reads_residual(AdapterMeta(1, "a", "d", "alora", 8, 8), "auto")
-    assert not reads_residual(AdapterMeta(1, "a", "d", "plain", 8, 8), "auto")
+    assert residual_digest(AdapterMeta(1, "a", "d", "fork", 8, 0), "auto")
+    assert not residual_digest(AdapterMeta(1, "a", "d", "fork", 0, 0), "auto")
+    assert not residual_digest(AdapterMeta(1, "a", "d", "alora", 8, 8), "auto")
+    assert not residual_digest(AdapterMeta(1, "a", "d", "plain", 8, 8), "auto")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.unit.mutants import MUTANTS, planted
-from tests.unit.test_scheduler_machine import SchedulerMachine
+from tests.unit.mutants import MIXED_TREE_MUTANTS, MUTANTS, planted
+from tests.unit.test_scheduler_machine import MixedTreeMachine, SchedulerMachine
 
 EXAMPLES = 200
 
@@ -22,9 +22,14 @@ class CountingMachine(SchedulerMachine):
         type(self).examples += 1
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+class CountingMixedTreeMachine(CountingMachine, MixedTreeMachine):
+    """That of the modes in which agents read what agents wrote."""
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *MIXED_TREE_MUTANTS], ids=lambda mutant: mutant.__name__)
 def test_mutant_is_caught(mutant, record_property):
-    CountingMachine.examples = 0
+    machine = CountingMixedTreeMachine if mutant in MIXED_TREE_MUTANTS else CountingMachine
+    machine.examples = 0
     once = settings(
         max_examples=EXAMPLES,
         stateful_step_count=40,
@@ -35,10 +40,10 @@ def test_mutant_is_caught(mutant, record_property):
         suppress_health_check=list(HealthCheck),
     )
     with planted(mutant), pytest.raises(BaseException) as caught:
-        run_state_machine_as_test(CountingMachine, settings=once)
+        run_state_machine_as_test(machine, settings=once)
     errors = caught.value.exceptions if isinstance(caught.value, BaseExceptionGroup) else [caught.value]
     assert isinstance(errors[0], AssertionError), f"caught by accident: {errors[0]!r}"
     # tests/conftest.py prints these as a table at the end of the run
     record_property("mutant", mutant.__name__)
-    record_property("examples", CountingMachine.examples)
+    record_property("examples", machine.examples)
     record_property("caught_by", str(errors[0]).splitlines()[0])

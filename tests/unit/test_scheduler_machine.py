@@ -11,7 +11,8 @@ from forkkv.errors import RequestError
 from forkkv.kvcache.manager import KVCacheManager
 from forkkv.lora.registry import AdapterRegistry, AdapterSlots
 from forkkv.scheduler.scheduler import Scheduler
-from forkkv.types import EngineOutput, EngineRequest, SamplingParams
+from forkkv.sharing import CONTROLS
+from forkkv.types import EngineOutput, EngineRequest, KVSharing, SamplingParams
 from tests.unit.shadow import VOCAB, Expected, ShadowExecutor, answer, expect, make_adapters
 
 BLOCK = 4
@@ -29,12 +30,14 @@ prompts = st.builds(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, runs, fails, aborts, flushes and drops; every answer must equal the one computed from its definition."""
+    """Adds, runs, fails, aborts, evicts and drops; every answer must equal the one computed from its definition."""
+
+    modes: tuple[KVSharing, ...] = ("fork", "auto", "none")
 
     @initialize(
         kv_blocks=st.integers(14, 60),
         units=st.integers(14, 80),
-        mode=st.sampled_from(["fork", "auto", "none"]),
+        mode=st.integers(0, 2),
         reuse=st.sampled_from([True, True, True, False]),
         slots=st.integers(1, 4),
         budget=st.sampled_from([10, 16, 40]),
@@ -45,7 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.config = SchedulerConfig(
             max_num_seqs=6,
             max_num_batched_tokens=budget,
-            kv_sharing=mode,
+            kv_sharing=self.modes[mode],
             fork_tail=TAIL,
             residual_fanout=3,
             chunked_prefill_size=chunk,
@@ -81,24 +84,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add(self, prompt, adapter_id, salt, n, max_tokens, fork_at, sharing, copies, alike):
         for copy in range(copies):
-            self._add(prompt, adapter_id, salt, n, max_tokens, fork_at if alike else 4 * copy, sharing)
+            more = 0 if alike else BLOCK * copy
+            self._add(prompt, adapter_id, salt, n, max_tokens + more, fork_at if alike else more, sharing)
 
     @precondition(lambda self: self.history and len(self.requests) < 10)
     @rule(
-        which=st.integers(0, 5),
+        which=st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5]),
         adapter_id=st.sampled_from([None, None, 0, 1, 5]),
         more=st.lists(st.integers(0, VOCAB - 1), max_size=6),
         fork_at=st.sampled_from([None, 3, 8, 13, 99]),
         sharing=st.sampled_from([None, None, "none"]),
     )
     def add_again(self, which, adapter_id, more, fork_at, sharing):
-        """An earlier prompt, perhaps continued, from the same or another agent, at another fork point."""
+        """An earlier prompt, perhaps with its answer and more, from the same or another agent, forked elsewhere."""
         prompt, earlier_id, salt = self.history[which % len(self.history)]
         self._add(prompt + more, earlier_id if adapter_id is None else adapter_id, salt, 1, 3, fork_at, sharing)
 
     def _add(self, prompt, adapter_id, salt, n, max_tokens, fork_at, sharing):
         self.count += 1
-        self.history = [(list(prompt), adapter_id, salt), *self.history[:5]]
+        self._remember(list(prompt), adapter_id, salt)
         sampling = SamplingParams(max_tokens=max_tokens, seed=7, ignore_eos=True)
         request = EngineRequest(f"r{self.count}", list(prompt), sampling, adapter_id, n, salt, sharing, fork_at=fork_at)
         adapter = self.executor.by_id.get(adapter_id)
@@ -113,27 +117,45 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.executor.expected[name] = expected
             self.received[request.request_id, index] = []
 
+    def _remember(self, tokens, adapter_id, salt):
+        self.history = [(tokens, adapter_id, salt), *self.history[:5]]
+
     @rule(data=st.data(), fail=st.sampled_from([False] * 7 + [True]), abort=st.sampled_from([False] * 5 + [True]))
     def step(self, data, fail, abort):
         self._step(fail and self.failures_in_a_row < 2, data if abort else None)
 
-    @rule()
-    def steps(self):
-        for _ in range(4):
-            self._step(False, None)
+    @rule(count=st.sampled_from([4, 16]))
+    def steps(self, count):
+        self._steps(count)
+
+    @precondition(lambda self: len(self.requests) < 4)
+    @rule(prompt=prompts, adapter_id=st.integers(0, 7), reader=st.integers(0, 7), longer=st.integers(4, 12))
+    def race(self, prompt, adapter_id, reader, longer):
+        """Two equal requests side by side, the second one longer; then someone goes on from its answer."""
+        for max_tokens in (3, 3 + longer):
+            self._add(prompt, adapter_id, "", 1, max_tokens, None, None)
+        self._steps(20)
+        self._add([*self.history[0][0], 0], reader, "", 1, 2, None, None)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data):
         self._abort(data.draw(st.sampled_from(sorted(self.requests))))
 
-    @rule()
-    def flush(self):
-        self.kv.flush()
+    @rule(what=st.sampled_from(["all", "kv", "kv", "some kv", "d1", "d2", "d5"]))
+    def lose(self, what):
+        """Cached blocks go: by a flush, by eviction that leaves residuals behind, or with an adapter."""
+        if what == "all":
+            self.kv.flush()
+        elif what.endswith("kv"):
+            kept = 6 if what == "some kv" else 0
+            self.kv.room_for_kv(self.kv.kv_pool.num_free + max(0, self.kv.tree.kv_unleased - kept))
+        else:
+            self.kv.drop_digest(what)
 
-    @rule(digest=st.sampled_from(["d1", "d2", "d5"]))
-    def drop(self, digest):
-        self.kv.drop_digest(digest)
+    def _steps(self, count):
+        for _ in range(count):
+            self._step(False, None)
 
     def _step(self, fail, data):
         self.in_step = True
@@ -174,6 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if output.finish_reason:
                 if output.finish_reason == "error":
                     assert self.scheduler.counters.failed_steps >= 2
+                self._remember(request.prompt_token_ids + tokens, request.adapter_id, request.cache_salt)
                 del self.received[key]
                 if not any(name == output.request_id for name, _ in self.received):
                     del self.requests[output.request_id]
@@ -208,3 +231,13 @@ machine_settings = settings(
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = machine_settings
+
+
+class MixedTreeMachine(SchedulerMachine):
+    """The same under the modes in which agents read what agents wrote."""
+
+    modes = CONTROLS
+
+
+TestMixedTreeMachine = MixedTreeMachine.TestCase
+TestMixedTreeMachine.settings = machine_settings

@@ -150,7 +150,8 @@ def _find_rows(table, stride, block_size, begin, tokens, end, out):
 def _prefetch_tokens(p, item, position, count):
     """Ask for what `count` tokens from `position` on will be read for. A tile is computed for longer than memory takes
     to bring the next one, but unasked the processor begins only when the first load waits for it; and asked for all at
-    once it waits, too, for a place to note the lines. So every head of a tile asks for a few tokens of the next."""
+    once it waits, too, for a place to note the lines. So every head of a tile asks for a few tokens of the next. Only
+    where keys are expanded: else memory is never idle, and asking takes places from the processor's own prefetching."""
     k_cache, v_cache, residual = _floats(p, P.K_CACHE), _floats(p, P.V_CACHE), _floats(p, P.RESIDUAL)
     block_size, width = p[P.BLOCK_SIZE], p[P.KV_HEADS] * p[P.DIM]
     table = _ahead(_int32s(p, P.KV_TABLE), item[ITEM_ROW] * p[P.NUM_BLOCKS])
@@ -206,10 +207,21 @@ def _turn_base(p, item, ahead, step, slots, out):
     """Base keys of one tile, turned: [Hkv, D, TILE]. Meanwhile asks for `step` tokens from `ahead` on per column."""
     k_cache, width = _floats(p, P.K_CACHE), p[P.KV_HEADS] * p[P.DIM]
     for c in range(0, width, COLUMNS):
-        _prefetch_tokens(p, item, ahead, step)
-        ahead += step
+        if step > 0:
+            _prefetch_tokens(p, item, ahead, step)
+            ahead += step
         turn(k_cache, slots, 0, width, c, out, c * TILE)
         turn(k_cache, slots, _HALF, width, c, out, c * TILE + _HALF)
+
+
+@njit
+def _copy_rotation(p, position, out):
+    """cos and sin of a tile's tokens, each [D / 2, TILE]: in the tables their rows lie in as many pages."""
+    cos, sin, half, stride = _floats(p, P.COS), _floats(p, P.SIN), p[P.DIM] // 2, p[P.ROPE_STRIDE]
+    for i in range(half):
+        for j in range(TILE):
+            out[i * TILE + j] = cos[i * stride + position + j]
+            out[(half + i) * TILE + j] = sin[i * stride + position + j]
 
 
 @njit
@@ -238,6 +250,7 @@ def _expand_and_score(p, run, position, h, turned, slots, rows, query, count, ou
     """Scores of `count` queries from number `query` on with one tile of a run's own keys, from what was turned, to
     elements `out` on, CHUNK apart."""
     factors, factors_at, dim = _memory(p, P.FACTORS_AT, thread), -1, p[P.DIM]
+    cos = _memory(p, P.ROPE_AT, thread)
     if p[P.K_RMS] != 0:
         width = p[P.K_WIDTH]
         units = _ahead(_int32s(p, P.K_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
@@ -247,10 +260,20 @@ def _expand_and_score(p, run, position, h, turned, slots, rows, query, count, ou
     b_at = (run[RUN_SLOT] * p[P.KV_HEADS] + h) * dim * p[P.B_RANK]
     expand_and_score(
         dim, turned, 0, run[RUN_K_TILES] * COLUMNS, _floats(p, P.B_K), b_at, p[P.B_RANK],
-        _floats(p, P.COS), _floats(p, P.SIN), position, p[P.ROPE_STRIDE], _memory(p, P.BASE_AT, thread), h * dim * TILE,
+        cos, _ahead(cos, dim // 2 * TILE), 0, TILE, _memory(p, P.BASE_AT, thread), h * dim * TILE,
         factors, factors_at, _memory(p, P.KEYS_AT, thread),
         _memory(p, P.QUERIES_AT, thread), query * dim, count, _memory(p, P.SCORES_AT, thread), out, CHUNK,
     )  # fmt: skip
+
+
+@njit
+def _expands(p, item, position):
+    """Whether a run of an item has keys of its own in the tile from `position`."""
+    for r in range(item[ITEM_RUNS]):
+        run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+        if run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]:
+            return True
+    return False
 
 
 @njit
@@ -264,7 +287,10 @@ def _score(p, item, position, at, thread):
     slots, rows = _ahead(index, at), _ahead(index, CHUNK)
     columns = kv_heads * dim // COLUMNS
     parts = item[ITEM_RUNS] * kv_heads + columns
-    ahead, step = position + TILE, (TILE + parts - 1) // parts
+    ahead, step = position + TILE, 0
+    if _expands(p, item, position):
+        step = (TILE + parts - 1) // parts
+        _copy_rotation(p, position, _memory(p, P.ROPE_AT, thread))
     _turn_base(p, item, ahead, step, slots, base)
     ahead += columns * step
     _turn_residuals(p, item, position, rows, _memory(p, P.TURNED_AT, thread))
@@ -273,7 +299,7 @@ def _score(p, item, position, at, thread):
         for r in range(item[ITEM_RUNS]):
             run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
             count = run[RUN_ENTRIES] * per_kv
-            if ahead < position + 2 * TILE:
+            if step > 0 and ahead < position + 2 * TILE:
                 _prefetch_tokens(p, item, ahead, step)
                 ahead += step
             if run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]:

@@ -28,7 +28,7 @@ Tables of one step:
 Memory:
 
     PARTIALS, STATES        [partials, H, D] sums of the items before normalisation; [partials, H, 2] maximum and sum
-    SCRATCH                 [THREADS, SCRATCH_SIZE], cut up by the offsets QUERIES_AT to MIXED_AT
+    SCRATCH                 [THREADS, SCRATCH_SIZE], cut up by the offsets QUERIES_AT to MIXED_AT and ROPE_AT
     INDEX                   int64 [THREADS, INDEX_SIZE]: slots of a chunk's tokens, then rows of residual units
 """
 
@@ -41,5 +41,5 @@ Q, OUT, LSE, K_CACHE, V_CACHE, RESIDUAL, K_RMS, RESIDUAL_RMS, B_K, B_V, COS, SIN
 KV_TABLE, K_UNITS, V_UNITS, ITEMS, RUNS, ENTRIES, TOKENS, PART_BEGIN, PARTS = range(25, 34)
 PARTIALS, STATES, SCRATCH, SCRATCH_SIZE, INDEX, INDEX_SIZE = range(34, 40)
 QUERIES_AT, BASE_AT, KEYS_AT, TURNED_AT, FACTORS_AT, SCORES_AT, MIXED_AT = range(40, 47)
-NEXT_THREAD, NEXT_ITEM, NEXT_TOKEN, SCALE, Q_STRIDE = range(47, 52)
-COUNT = 52
+NEXT_THREAD, NEXT_ITEM, NEXT_TOKEN, SCALE, Q_STRIDE, ROPE_AT = range(47, 53)
+COUNT = 53

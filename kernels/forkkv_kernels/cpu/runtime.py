@@ -148,6 +148,7 @@ class CpuAttention:
             P.QUERIES_AT: entries * heads * dim,
             P.BASE_AT: self.heads.num_kv * dim * TILE,
             P.KEYS_AT: dim * TILE,
+            P.ROPE_AT: dim * TILE,
             P.TURNED_AT: k_rank * TILE,
             P.FACTORS_AT: max(entries * heads, 2 * TILE),
             P.SCORES_AT: entries * heads * CHUNK,
