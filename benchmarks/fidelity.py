@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
 import sys
 import time
@@ -36,12 +37,9 @@ from benchmarks.lib.fidelity_store import RecordFile  # noqa: E402
 from forkkv.config import GIB, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig  # noqa: E402
 from forkkv.errors import ForkKVError  # noqa: E402
 from forkkv.frontend.tokenizer import Tokenizer  # noqa: E402
-from forkkv.lora.peft_config import read_settings  # noqa: E402
-from forkkv.sharing import is_shared  # noqa: E402
 from forkkv.types import KVSharing  # noqa: E402
 
-KNOWN_MODES: tuple[KVSharing, ...] = get_args(KVSharing)
-DEFAULT_MODES = tuple(mode for mode in KNOWN_MODES if mode != "auto")
+MODES: tuple[KVSharing, ...] = tuple(mode for mode in get_args(KVSharing) if mode != "auto")
 """`auto` computes nothing of its own: it is `none` or `fork`, adapter by adapter."""
 
 
@@ -55,7 +53,6 @@ class Run:
     items: dict[Block, list[Item]]
     store: RecordFile
     config: EngineConfig
-    references: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
@@ -67,21 +64,18 @@ class Run:
             for mode in block.modes
         }
 
-    def work(self, team: Team, vocab_size: int) -> Work:
+    def work(self, team: Team) -> Work:
         """Work that is left for `team`."""
-        kind = read_settings(next(iter(team.adapters.values())), vocab_size).kind
         total = Work(0, 0)
         for block in self.blocks:
             for mode, items in self.todo(team, block).items() if block.has(team.label) else ():
-                shares = is_shared(kind, mode)
-                total += work_of(items, mode, shares=shares, fork_tail=self.config.scheduler.fork_tail)
+                total += work_of(items, mode, fork_tail=self.config.scheduler.fork_tail)
         return total
 
     def execute(self) -> None:
         """All cells that are left, team by team."""
         for index, team in enumerate(self.teams):
             runner = TeamRunner(team, self.config)
-            self.references[team.label] = runner.reference
             if index == 0:
                 self.estimate(runner)
             if self.args.estimate:
@@ -98,12 +92,11 @@ class Run:
 
     def estimate(self, runner: TeamRunner) -> None:
         """Print what is left and how long it takes at the rates of one batch of the first block, measured now."""
-        vocab_size = runner.executor.vocab_size
         rates = measure_rates(runner, next(runner.batches(self.items[self.blocks[0]])))
         print(f"measured: prefill {rates.prefill:,.0f} tokens/s, decode of a batch {rates.decode:,.0f} tokens/s")
         total = 0.0
         for team in self.teams:
-            work = self.work(team, vocab_size)
+            work = self.work(team)
             total += rates.seconds(work)
             print(
                 f"  {team.label}: {work.prefill:,} prompt and {work.decode:,} answer tokens, "
@@ -117,9 +110,10 @@ class Run:
         began, done = time.monotonic(), 0
         for batch in runner.batches(self.items[block]):
             modes = [m for m in todo if m not in refused and any((i.question, i.agent) in todo[m] for i in batch)]
-            if modes:
-                self.store.add(runner.score(batch, modes, block.label))
             done += len(batch)
+            if not modes:
+                continue
+            self.store.add(runner.score(batch, modes, block.label))
             progress = f"{runner.team.label}, {block.label}: {done} of {len(self.items[block])} prompts"
             print(f"{progress}, {duration(time.monotonic() - began)}", file=sys.stderr, flush=True)
         self.write()
@@ -138,7 +132,7 @@ class Run:
         }
 
     def write(self) -> None:
-        report.write(self.args.out, self.store.records, self.references, self.notes())
+        report.write(self.args.out, self.store.records, self.notes())
 
 
 def duration(seconds: float) -> str:
@@ -151,7 +145,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few documents, the cells of the pass line")
     parser.add_argument("--documents", type=int, help="documents a cell (200; 16 with --quick)")
     parser.add_argument("--lengths", type=names, help="of the demo's documents, in tokens: a part of the grid")
-    parser.add_argument("--modes", type=names, help=f"of {', '.join(KNOWN_MODES)}; all but auto")
+    parser.add_argument("--modes", type=names, help=f"of {', '.join(MODES)}; all")
     parser.add_argument("--kinds", type=names, help="labels of the teams to run; all")
     parser.add_argument("--model", default="smollm2", help="as the server's --model")
     parser.add_argument("--quantization", choices=("auto", "none", "int8"), default="auto", help="as the server's")
@@ -168,8 +162,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if (args.team is None) != (args.prompts is None):
         parser.error("--team and --prompts belong together: the demo's prompts are for the demo's agents")
-    if unknown := sorted(set(args.modes or ()) - set(KNOWN_MODES)):
-        parser.error(f"--modes: no mode {', '.join(unknown)}; there are {', '.join(KNOWN_MODES)}")
+    if unknown := sorted(set(args.modes or ()) - set(MODES)):
+        parser.error(f"--modes: {', '.join(unknown)} cannot be measured; choose of {', '.join(MODES)}")
     if args.out is None:
         suffix = "-own" if args.prompts else "-quick" if args.quick else ""
         args.out = ROOT / f"benchmarks/results/fidelity{suffix}"
@@ -180,13 +174,9 @@ def names(value: str) -> list[str]:
     return [name.strip() for name in value.split(",")]
 
 
-def chosen_teams(args: argparse.Namespace) -> list[Team]:
-    """The teams to run. Raises `ValueError` if there are none, or an agent is not given as AGENT=FOLDER."""
-    teams = demo_teams(args.adapters) if args.team is None else [own_team(*words) for words in args.team]
-    chosen = [team for team in teams if args.kinds is None or team.label in args.kinds]
-    if not chosen:
-        raise ValueError(f"no team to run; there are {', '.join(team.label for team in teams) or 'none'}")
-    return chosen
+def known_teams(args: argparse.Namespace) -> list[Team]:
+    """The user's teams or the demo's. Raises `ValueError` if an agent is not given as AGENT=FOLDER."""
+    return demo_teams(args.adapters) if args.team is None else [own_team(*words) for words in args.team]
 
 
 def own_team(label: str, *agents: str) -> Team:
@@ -198,7 +188,7 @@ def own_team(label: str, *agents: str) -> Team:
 
 def chosen_blocks(args: argparse.Namespace, num_prompts: int) -> list[Block]:
     """The part of the grid that was asked for."""
-    modes: tuple[KVSharing, ...] = tuple(args.modes or DEFAULT_MODES)
+    modes: tuple[KVSharing, ...] = tuple(args.modes or MODES)
     if args.prompts is not None:
         return [Block(None, num_prompts, modes)]
     grid, documents = (quick_grid, 16) if args.quick else (full_grid, 200)
@@ -228,7 +218,11 @@ def digest(file: Path) -> str:
 
 def prepare(args: argparse.Namespace) -> Run:
     """Teams, prompts and the file of records. Raises `ValueError`, `OSError` or `ForkKVError` for what is not right."""
-    teams, tokenizer = chosen_teams(args), Tokenizer.load(args.model)
+    known = known_teams(args)
+    teams = [team for team in known if args.kinds is None or team.label in args.kinds]
+    if not teams:
+        raise ValueError(f"no team to run; there are {', '.join(team.label for team in known) or 'none'}")
+    tokenizer = Tokenizer.load(args.model)
     own: list[Item] = []
     if args.prompts is not None:
         agents = list(teams[0].adapters)
@@ -246,12 +240,13 @@ def prepare(args: argparse.Namespace) -> Run:
         cache=CacheConfig(memory_bytes=int(args.cache_gib * GIB)),
         scheduler=SchedulerConfig(fork_tail=args.fork_tail),
     )
-    store = RecordFile(args.out.with_name(args.out.name + ".jsonl"), settings(args, teams), resume=args.resume)
+    store = RecordFile(args.out.with_name(args.out.name + ".jsonl"), settings(args, known), resume=args.resume)
     return Run(args, teams, blocks, items, store, config)
 
 
 def main() -> int:
     args = parse_args()
+    logging.getLogger("forkkv").setLevel(logging.ERROR)  # every batch makes engines, which would describe themselves
     try:
         run = prepare(args)
         run.execute()
@@ -261,7 +256,7 @@ def main() -> int:
     if args.estimate:
         return 0
     records = run.store.records
-    print(text.columns(report.HEAD, report.rows(records, run.references)))
+    print(text.columns(report.HEAD, report.rows(records)))
     print("\n".join(["", *report.pass_lines(records), *(f"{cell}: {why}" for cell, why in run.refused.items())]))
     print(f"\n{len(by_cell(records))} cells in {duration(time.monotonic() - run.began)}; files: {args.out}.*")
     return 1 if any(verdict.outcome == "FAIL" for verdict in verdicts(records)) else 0

@@ -68,8 +68,9 @@ def demo_items(tokenizer: Tokenizer, num_documents: int, length: int) -> list[It
 
 
 def read_items(file: Path, tokenizer: Tokenizer, agents: Sequence[str]) -> list[Item]:
-    """Items of a JSON Lines file, see `docs/fidelity.md`. Raises `ValueError` with the line that is not right."""
-    items = []
+    """Items of a JSON Lines file, see `docs/fidelity.md`, those on one document together. Raises `ValueError` with the
+    line that is not right."""
+    items: list[Item] = []
     for number, line in enumerate(file.read_text("utf-8").splitlines(), start=1):
         if not line.strip():
             continue
@@ -79,7 +80,8 @@ def read_items(file: Path, tokenizer: Tokenizer, agents: Sequence[str]) -> list[
             raise ValueError(f"{file}, line {number}: {error}") from error
     if not items:
         raise ValueError(f"{file} holds no prompts")
-    return items
+    order = {document: at for at, document in enumerate(dict.fromkeys(item.document for item in items))}
+    return sorted(items, key=lambda item: order[item.document])
 
 
 def _read_line(entry: dict[str, object], number: int, tokenizer: Tokenizer, agents: Sequence[str]) -> list[Item]:

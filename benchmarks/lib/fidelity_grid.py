@@ -59,8 +59,8 @@ class Work:
         return Work(self.prefill + other.prefill, self.decode + other.decode)
 
 
-def work_of(items: Sequence[Item], mode: KVSharing, *, shares: bool, fork_tail: int) -> Work:
-    """Work of one cell. `shares`: whether its adapters read shared blocks in `mode`.
+def work_of(items: Sequence[Item], mode: KVSharing, *, fork_tail: int) -> Work:
+    """Work of one cell.
 
     Private prompts run whole. Shared ones run once a document up to the earliest fork point, then each its tail. With
     writers two prompts of a document are written first, and every reader is counted whole, as in modes in which it
@@ -72,7 +72,7 @@ def work_of(items: Sequence[Item], mode: KVSharing, *, shares: bool, fork_tail: 
         lengths.setdefault(item.document, []).append(len(item.prompt))
     if mode not in WITHOUT_WRITERS:
         prefill = sum(sum(group) + 2 * max(group) for group in lengths.values())
-    elif shares:
+    elif mode != "none":
         forks = {document: max(0, min(group) - fork_tail) for document, group in lengths.items()}
         prefill = sum(sum(group) - (len(group) - 1) * forks[document] for document, group in lengths.items())
     else:

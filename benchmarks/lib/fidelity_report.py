@@ -28,15 +28,14 @@ COLORS = ("#4063a6", "#d98032", "#5a9e5a", "#b04a5a", "#7d62a8", "#8a8a8a")
 _BAR, _GAP, _PANEL, _LEFT, _TOP = 24, 26, 180, 44, 34
 
 
-def rows(records: Sequence[Record], references: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """The table's rows under `HEAD`; `references`: the mode that is a team's own reference."""
-    return [_row(figures(group), references.get(cell.team) == cell.mode) for cell, group in by_cell(records).items()]
+def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """The table's rows under `HEAD`."""
+    return [_row(figures(group)) for group in by_cell(records).values()]
 
 
-def _row(found: CellFigures, is_reference: bool) -> tuple[str, ...]:
-    length, team, mode = found.cell
-    compared = ("reference", "") if is_reference else (found.kl.text(4), found.top1.text(3))
-    return length, team, mode, str(found.answers), found.exact.text(), *compared, f"{found.shared:.0%}"
+def _row(found: CellFigures) -> tuple[str, ...]:
+    compared = ("reference", "") if found.is_reference else (found.kl.text(4), found.top1.text(3))
+    return (*found.cell, str(found.answers), found.exact.text(), *compared, f"{found.shared:.0%}")
 
 
 def agent_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -61,13 +60,13 @@ def pass_lines(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def page(records: Sequence[Record], references: Mapping[str, str], notes: Sequence[str], plot: str) -> str:
+def page(records: Sequence[Record], notes: Sequence[str], plot: str) -> str:
     """The Markdown page; `notes` say how it was made, `plot` is the name of the image beside it."""
     agents = list(dict.fromkeys(record.agent for record in records))
     parts = [
         "# Fidelity under sharing",
         "\n".join(f"* {note}" for note in notes),
-        text.markdown(HEAD, rows(records, references)),
+        text.markdown(HEAD, rows(records)),
         f"![right answers]({plot})",
     ]
     if lines := pass_lines(records):
@@ -86,12 +85,12 @@ def summary(records: Sequence[Record], notes: Mapping[str, Any]) -> dict[str, An
     return {**notes, "cells": cells, "pass_line": [asdict(verdict) for verdict in verdicts(records)]}
 
 
-def write(stem: Path, records: Sequence[Record], references: Mapping[str, str], notes: Mapping[str, Any]) -> None:
+def write(stem: Path, records: Sequence[Record], notes: Mapping[str, Any]) -> None:
     """`stem`.json, .md and .svg."""
     plot = stem.with_name(stem.name + ".svg")
     plot.write_text(bars(records))
     lines = [f"{key}: {value}" for key, value in notes.items()]
-    stem.with_name(stem.name + ".md").write_text(page(records, references, lines, plot.name))
+    stem.with_name(stem.name + ".md").write_text(page(records, lines, plot.name))
     stem.with_name(stem.name + ".json").write_text(json.dumps(summary(records, notes), indent=2) + "\n")
 
 

@@ -20,7 +20,7 @@ from forkkv.types import AdapterKind, EngineRequest, KVSharing, SamplingParams, 
 
 REFERENCE: dict[AdapterKind, KVSharing] = {"plain": "none", "fork": "fork", "alora": "none"}
 """The mode in which the server computes exactly what an adapter of this kind is defined as."""
-WITHOUT_WRITERS: frozenset[str] = frozenset({"none", "auto", "fork"})
+WITHOUT_WRITERS: frozenset[str] = frozenset({"none", "fork"})
 """Modes in which an answer does not depend on who came first."""
 MAX_NUM_SEQS = 32
 REFERENCE_BYTES = 512 << 20
@@ -186,6 +186,7 @@ class TeamRunner:
         return Record(
             team=self.team.label,
             mode=mode,
+            reference=self.reference,
             length=length,
             document=item.document,
             question=item.question,

