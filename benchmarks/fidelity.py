@@ -30,7 +30,16 @@ os.environ.update(thread_environment(os.environ))  # before torch is imported: O
 from benchmarks.lib import fidelity_report as report  # noqa: E402
 from benchmarks.lib import machine, text  # noqa: E402
 from benchmarks.lib.fidelity_data import Item, Team, demo_items, demo_teams, read_items  # noqa: E402
-from benchmarks.lib.fidelity_grid import Block, Work, full_grid, measure_rates, quick_grid, work_of  # noqa: E402
+from benchmarks.lib.fidelity_grid import (  # noqa: E402
+    PAIR,
+    QUICK_MODES,
+    Block,
+    Work,
+    full_grid,
+    measure_rates,
+    quick_grid,
+    work_of,
+)
 from benchmarks.lib.fidelity_run import TeamRunner  # noqa: E402
 from benchmarks.lib.fidelity_stats import by_cell, verdicts  # noqa: E402
 from benchmarks.lib.fidelity_store import RecordFile  # noqa: E402
@@ -188,11 +197,13 @@ def own_team(label: str, *agents: str) -> Team:
 
 def chosen_blocks(args: argparse.Namespace, num_prompts: int) -> list[Block]:
     """The part of the grid that was asked for."""
-    modes: tuple[KVSharing, ...] = tuple(args.modes or MODES)
+    modes: tuple[KVSharing, ...] = tuple(args.modes or (QUICK_MODES if args.quick else MODES))
     if args.prompts is not None:
         return [Block(None, num_prompts, modes)]
-    grid, documents = (quick_grid, 16) if args.quick else (full_grid, 200)
-    blocks = grid(modes, args.documents or documents)
+    if args.quick:
+        blocks = quick_grid(modes, args.documents or 16, args.kinds or PAIR)
+    else:
+        blocks = full_grid(modes, args.documents or 200)
     return [block for block in blocks if args.lengths is None or block.label in args.lengths]
 
 

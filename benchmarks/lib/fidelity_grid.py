@@ -11,6 +11,9 @@ from benchmarks.lib.forcing import Track
 from forkkv.types import KVSharing
 
 CALIBRATION_TOKENS = 12
+QUICK_MODES: tuple[KVSharing, ...] = ("none", "fork")
+PAIR = ("plain", "fork")
+"""The teams of the pass line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,16 @@ class Block:
 def full_grid(modes: Sequence[KVSharing], documents: int = 200) -> list[Block]:
     """Everything at 250 and 1,000 tokens; at 4,000 a quarter of the documents in the cells of the pass line and the two
     beside them."""
-    pair = ("none", "fork")
     return [
         Block(250, documents, tuple(modes)),
         Block(1000, documents, tuple(modes)),
-        Block(4000, documents // 4, tuple(mode for mode in modes if mode in pair), ("plain", "fork")),
+        Block(4000, documents // 4, tuple(mode for mode in modes if mode in QUICK_MODES), PAIR),
     ]
 
 
-def quick_grid(modes: Sequence[KVSharing], documents: int = 16) -> list[Block]:
-    """The cells of the pass line and the two beside them, at 250 and 1,000 tokens."""
-    pair = tuple(mode for mode in modes if mode in ("none", "fork"))
-    return [Block(length, documents, pair, ("plain", "fork")) for length in (250, 1000)]
+def quick_grid(modes: Sequence[KVSharing], documents: int = 16, teams: Sequence[str] = PAIR) -> list[Block]:
+    """`modes` and `teams` at 250 and 1,000 tokens."""
+    return [Block(length, documents, tuple(modes), tuple(teams)) for length in (250, 1000)]
 
 
 @dataclass(frozen=True, slots=True)
