@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from forkkv.types import KVSharing
 
 CALIBRATION_TOKENS = 12
 QUICK_MODES: tuple[KVSharing, ...] = ("none", "fork")
+RECOMPUTING = frozenset({"none", "first-writer"})
+"""Modes in which every reader's prompt runs whole, in the latter for its own residual."""
 PAIR = ("plain", "fork")
 """The teams of the pass line."""
 
@@ -61,23 +64,15 @@ class Work:
 
 
 def work_of(items: Sequence[Item], mode: KVSharing, *, fork_tail: int) -> Work:
-    """Work of one cell.
-
-    Private prompts run whole. Shared ones run once a document up to the earliest fork point, then each its tail. With
-    writers two prompts of a document are written first, and every reader is counted whole, as in modes in which it
-    makes its own residual.
-    """
+    """Work of one cell: where readers recompute, their prompts run whole; else once a document up to the earliest fork
+    point, then each its tail. With writers two prompts of a document are written before."""
+    prefill = 0
+    for _, group in itertools.groupby(items, key=lambda item: item.document):
+        lengths = [len(item.prompt) for item in group]
+        saved = 0 if mode in RECOMPUTING else (len(lengths) - 1) * max(0, min(lengths) - fork_tail)
+        written = 0 if mode in WITHOUT_WRITERS else 2 * max(lengths)
+        prefill += sum(lengths) - saved + written
     decode = sum(len(item.answer) + 1 if item.answer is not None else MAX_ANSWER_TOKENS for item in items)
-    lengths: dict[str, list[int]] = {}
-    for item in items:
-        lengths.setdefault(item.document, []).append(len(item.prompt))
-    if mode not in WITHOUT_WRITERS:
-        prefill = sum(sum(group) + 2 * max(group) for group in lengths.values())
-    elif mode != "none":
-        forks = {document: max(0, min(group) - fork_tail) for document, group in lengths.items()}
-        prefill = sum(sum(group) - (len(group) - 1) * forks[document] for document, group in lengths.items())
-    else:
-        prefill = sum(map(sum, lengths.values()))
     return Work(prefill, decode)
 
 

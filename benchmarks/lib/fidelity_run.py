@@ -121,8 +121,11 @@ class TeamRunner:
 
     def refusal(self, mode: KVSharing) -> str | None:
         """Why the team cannot run in `mode`; None if it can."""
-        if mode not in WITHOUT_WRITERS and len(self.team.adapters) < 2:
-            return "nobody else in the team writes the prefix"
+        if mode not in WITHOUT_WRITERS:
+            if len(self.team.adapters) < 2:
+                return "nobody else in the team writes the prefix"
+            if any(meta.kind == "alora" for meta in self.executor.adapters):
+                return "aLoRA reads base-written blocks alone, so this is its fork"
         try:
             self.core(mode)
         except ConfigError as error:

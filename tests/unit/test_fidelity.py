@@ -177,7 +177,8 @@ def test_private_prompts_are_counted_whole_and_shared_ones_once():
 
 
 def test_with_writers_two_prompts_of_a_document_come_first():
-    assert work_of(items(100, 110, 90), "full", fork_tail=64).prefill == 300 + 2 * 110  # type: ignore[arg-type]
+    assert work_of(items(100, 110, 90), "first-writer", fork_tail=64).prefill == 300 + 2 * 110  # type: ignore[arg-type]
+    assert work_of(items(100, 110, 90), "full", fork_tail=64).prefill == 300 - 2 * 26 + 2 * 110  # type: ignore[arg-type]
 
 
 def test_seconds_are_those_of_both_rates():
