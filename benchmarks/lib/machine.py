@@ -44,7 +44,7 @@ def measure_rates(threads: int = 2, repeats: int = 5) -> MachineRates:
     finally:
         torch.set_num_threads(before)
     gflop = 2 * MATMUL_SIZE**3 / 1e9
-    return MachineRates(2 * COPY_BYTES / copy / 1e9, gflop / matmul, threads, _processor(), torch.__version__)
+    return MachineRates(2 * COPY_BYTES / copy / 1e9, gflop / matmul, threads, processor(), torch.__version__)
 
 
 def _seconds(action: Any) -> float:
@@ -53,7 +53,8 @@ def _seconds(action: Any) -> float:
     return time.perf_counter() - began
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of the processor."""
     try:
         with open("/proc/cpuinfo") as file:
             names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]

@@ -6,6 +6,7 @@ The base weights are frozen. One training step has the form of a tree:
 
 * base: base weights, no gradient. Readers see `K = RoPE(h Wk + s h Ak Bk)`, `V = h Wv + s h Av Bv` of the base
   hidden states h: the server's shared cache completed by the adapter's residual. The gradient reaches A and B.
+  An aLoRA reads the base model's K and V as they are.
 * trunk: tokens that all questions share and the adapter itself processes. All of the prompt's common part for an
   ordinary adapter (f = 0).
 * leaves: the rest of each prompt and its answer, under adapter weights.
@@ -53,7 +54,8 @@ class TreeBatch:
 
     base_ids [F] int64, trunk_ids [M] int64 (positions F..F+M), leaf_ids [Q, T] int64 from position `leaf_start` [Q]
     on; leaf i sees base tokens below `min(F, leaf_start[i])` and the whole trunk. targets [Q, T] int64 is the next
-    token at positions that predict a token of the answer, `IGNORE` elsewhere.
+    token at positions that predict a token of the answer, `IGNORE` elsewhere. `residual`: whether the base tokens' K
+    and V are completed by the adapter's part.
     """
 
     base_ids: Tensor
@@ -61,6 +63,7 @@ class TreeBatch:
     leaf_ids: Tensor
     leaf_start: Tensor
     targets: Tensor
+    residual: bool = True
 
 
 class LoraAdapter(nn.Module):
@@ -177,7 +180,8 @@ class TreeModel:
             h = self._norm(x, w["input_norm"])
             qkv = F.linear(h, w["qkv"]) + adapter.delta(h, i, "q_proj", "k_proj", "v_proj")
             q, k, v = self._split(qkv, positions)
-            shared = self._shared(i, prefix, adapter, k[:, :num_trunk], v[:, :num_trunk])
+            residual = adapter if batch.residual else None
+            shared = self._shared(i, prefix, residual, k[:, :num_trunk], v[:, :num_trunk])
             out = self._tree_attention(q, k, v, shared, masks, num_leaves)
             x = x + (F.linear(out, w["o_proj"]) + adapter.delta(out, i, "o_proj")).float()
             x = x + self._mlp(x, w)
@@ -186,12 +190,17 @@ class TreeModel:
         hidden = self._norm(x[num_trunk:][wanted], self.final_norm)
         return F.linear(hidden, self.head).float(), targets[wanted]
 
-    def _shared(self, i: int, prefix: Prefix, adapter: LoraAdapter, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [num_kv_heads, F + M, head_dim] that every leaf may read: base with residual, then trunk."""
+    def _shared(
+        self, i: int, prefix: Prefix, adapter: LoraAdapter | None, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [num_kv_heads, F + M, head_dim] that every leaf may read: base, completed by the residual of
+        `adapter`, then trunk."""
         if not prefix:
             return k, v
         h, kv = prefix[i]
-        base_k, base_v = self._split(kv + adapter.delta(h, i, "k_proj", "v_proj"), torch.arange(len(h)))
+        if adapter is not None:
+            kv = kv + adapter.delta(h, i, "k_proj", "v_proj")
+        base_k, base_v = self._split(kv, torch.arange(len(h)))
         return torch.cat([base_k, k], 1), torch.cat([base_v, v], 1)
 
     def _tree_attention(

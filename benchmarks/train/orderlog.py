@@ -113,6 +113,11 @@ class Question:
     text: str
     answer: str
 
+    @property
+    def instruction(self) -> str:
+        """The text's first line, the same in all questions of a task: an aLoRA's invocation."""
+        return _INSTRUCTIONS[self.task]
+
 
 def make_document(seed: int, target_tokens: int) -> Document:
     """The order log of `seed`, about `target_tokens` SmolLM2 tokens long with the chat template in front of it.

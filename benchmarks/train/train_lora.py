@@ -2,9 +2,17 @@
 
     python -m benchmarks.train.train_lora --task extract --kind fork --out configs/demo/adapters/extract
 
-`--kind plain` is ordinary LoRA: the adapter runs on every token. `--kind fork` is trained as the server computes it:
-the prompt up to the fork point runs under base weights and the adapter reads those K and V with its residual added.
-The fork point comes from the server's own function, mostly at its default, else drawn at random.
+`--kind` is the recipe; data, steps and rank are the same for all:
+
+* `plain`: ordinary LoRA, the adapter runs on every token.
+* `alora`: the prompt up to the task's instruction, its invocation, runs under base weights, and the adapter reads those
+  K and V as they are.
+* `shared-a`: ordinary LoRA whose A matrices stay as they were at the start (`--init`, or the seed), so that all agents
+  that start alike have the same ones, and train B alone.
+* `fork`: the prompt up to the fork point runs under base weights and the adapter reads those K and V with its residual
+  added. The fork point comes from the server's own function, mostly at its default, else drawn at random.
+
+fork and alora are trained as the server computes them.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +35,8 @@ from benchmarks.train import orderlog
 from benchmarks.train.lora_model import IGNORE, MODULES, LoraAdapter, Prefix, TreeBatch, TreeModel, load_tokenizer
 from forkkv.scheduler.fork import fork_point
 
-Kind = Literal["plain", "fork"]
+Kind = Literal["plain", "alora", "shared-a", "fork"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 BLOCK_SIZE = 16
 FORK_TAIL = 64
 RANDOM_FORK_SHARE = 0.2
@@ -40,10 +49,11 @@ BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Prompt and answer (with the end token) in token ids."""
+    """Prompt, answer (with the end token) and the task's instruction within the prompt, in token ids."""
 
     prompt: list[int]
     answer: list[int]
+    invocation: list[int]
 
 
 def encode(tokenizer: Any, document: orderlog.Document, question: orderlog.Question) -> Example:
@@ -52,7 +62,8 @@ def encode(tokenizer: Any, document: orderlog.Document, question: orderlog.Quest
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
     answer = tokenizer(question.answer, add_special_tokens=False)["input_ids"]
-    return Example(prompt, [*answer, tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    invocation = tokenizer(question.instruction, add_special_tokens=False)["input_ids"]
+    return Example(prompt, [*answer, tokenizer.convert_tokens_to_ids("<|im_end|>")], invocation)
 
 
 def common_prefix(examples: list[Example]) -> int:
@@ -65,20 +76,21 @@ def common_prefix(examples: list[Example]) -> int:
 def make_batch(examples: list[Example], kind: Kind, fork_at: int | None = None) -> TreeBatch:
     """The tree of one document's questions.
 
-    plain: no base part, the common prefix is the trunk. fork with `fork_at`: base up to the fork point of all
-    questions, trunk up to the end of the common prefix. fork without: every question forks at its own default.
+    plain, shared-a: no base part, the common prefix is the trunk. fork with `fork_at`: base up to the fork point of all
+    questions, trunk up to the end of the common prefix. fork without, and alora: every question forks at its own point.
     """
     common = common_prefix(examples) - 1  # a leaf keeps one prompt token at least
     prompt = examples[0].prompt
-    if kind == "plain":
+    if kind in ("plain", "shared-a"):
         starts, num_base = [common] * len(examples), 0
     else:
-        points = [_fork(example, fork_at) for example in examples]
+        points = [_fork(example, kind, fork_at) for example in examples]
         num_base = max(points)
         starts = points if fork_at is None else [max(common, num_base)] * len(examples)
         if num_base > common or (fork_at is not None and len(set(points)) > 1):
             raise ValueError(f"fork points {points} lie behind the common prefix of {common} tokens")
-    trunk_end = num_base if kind == "fork" and fork_at is None else starts[0]
+    alone = kind in ("fork", "alora") and fork_at is None
+    trunk_end = num_base if alone else starts[0]
     sequences = [(example.prompt + example.answer)[start:] for example, start in zip(examples, starts, strict=True)]
     width = max(len(sequence) for sequence in sequences) - 1
     leaf_ids = torch.zeros(len(examples), width, dtype=torch.int64)
@@ -93,12 +105,19 @@ def make_batch(examples: list[Example], kind: Kind, fork_at: int | None = None) 
         leaf_ids,
         torch.tensor(starts),
         targets,
+        residual=kind != "alora",
     )
 
 
-def _fork(example: Example, fork_at: int | None) -> int:
+def _fork(example: Example, kind: Literal["fork", "alora"], fork_at: int | None) -> int:
     point = fork_point(
-        example.prompt, BLOCK_SIZE, kind="fork", shared=True, fork_tail=FORK_TAIL, fork_at=fork_at
+        example.prompt,
+        BLOCK_SIZE,
+        kind=kind,
+        shared=True,
+        fork_tail=FORK_TAIL,
+        invocation_tokens=example.invocation,
+        fork_at=fork_at,
     ).weights_from
     return cast(int, point)
 
@@ -111,20 +130,21 @@ def document_tokens(rng: random.Random, longest: int) -> int:
 def training_batches(
     model: TreeModel, tokenizer: Any, args: argparse.Namespace
 ) -> Iterator[tuple[TreeBatch, Prefix | None]]:
-    """Endless batches, a function of `args.seed` alone, with the base model's part of the fork kind.
+    """Endless batches, a function of `args.seed` alone, with the base model's part where there is one.
 
     The base part does not depend on the adapter, so a document's serves `BATCHES_PER_DOCUMENT` batches.
     """
     rng = random.Random(f"train-{args.task}-{args.seed}")
     while True:
         document = orderlog.make_document(rng.choice(orderlog.TRAIN_SEEDS), document_tokens(rng, args.max_tokens))
-        if args.kind == "plain":
-            yield make_batch(draw_examples(rng, tokenizer, document, args), "plain"), None
+        if args.kind in ("plain", "shared-a"):
+            yield make_batch(draw_examples(rng, tokenizer, document, args), args.kind), None
             continue
         batches: list[TreeBatch] = []
         for _ in range(BATCHES_PER_DOCUMENT):
             examples = draw_examples(rng, tokenizer, document, args)
-            batches.append(make_batch(examples, "fork", draw_fork(rng, examples)))
+            fork_at = draw_fork(rng, examples) if args.kind == "fork" else None
+            batches.append(make_batch(examples, args.kind, fork_at))
         prefix = model.base_prefix(max((batch.base_ids for batch in batches), key=len))
         yield from ((batch, prefix) for batch in batches)
 
@@ -141,7 +161,7 @@ def draw_examples(
 
 def draw_fork(rng: random.Random, examples: list[Example]) -> int:
     """Fork point of one step: the earliest default of its questions, now and then anywhere before that."""
-    default = min(_fork(example, None) for example in examples)
+    default = min(_fork(example, "fork", None) for example in examples)
     return rng.randint(0, default) if rng.random() < RANDOM_FORK_SHARE else default
 
 
@@ -150,9 +170,13 @@ def learning_rate_factor(step: int, steps: int, warmup: int = 10) -> float:
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
-def train(model: TreeModel, adapter: LoraAdapter, tokenizer: Any, args: argparse.Namespace) -> None:
+def train(
+    model: TreeModel, adapter: LoraAdapter, tokenizer: Any, args: argparse.Namespace, invocation: list[int]
+) -> None:
     """Optimise `adapter` in place; logs the mean loss of every 10 steps and saves every 40."""
-    optimizer = torch.optim.AdamW(adapter.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    adapter.a.requires_grad_(args.kind != "shared-a")
+    trained = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, args.steps))
     batches, losses, begin = training_batches(model, tokenizer, args), [], time.monotonic()
     for step in range(1, args.steps + 1):
@@ -161,7 +185,7 @@ def train(model: TreeModel, adapter: LoraAdapter, tokenizer: Any, args: argparse
         loss = F.cross_entropy(logits, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(adapter.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
@@ -171,7 +195,7 @@ def train(model: TreeModel, adapter: LoraAdapter, tokenizer: Any, args: argparse
             print(f"{args.task} {args.kind} step {step:4d}  {loss_text}  {pace:.2f} s/step", flush=True)
             losses = []
         if step % 40 == 0:
-            save_peft(adapter, args.kind, args.out)
+            save_peft(adapter, args.kind, args.out, invocation)
 
 
 @torch.no_grad()
@@ -197,8 +221,9 @@ def exact_match(
     return total
 
 
-def save_peft(adapter: LoraAdapter, kind: Kind, folder: Path) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` (bfloat16, PEFT's names) into `folder`."""
+def save_peft(adapter: LoraAdapter, kind: Kind, folder: Path, invocation: list[int] | None = None) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors` (bfloat16, PEFT's names) into `folder`; `invocation`
+    are the tokens that an aLoRA begins at."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for key in adapter.a:
@@ -222,6 +247,8 @@ def save_peft(adapter: LoraAdapter, kind: Kind, folder: Path) -> None:
     }
     if kind == "fork":
         config["forkkv"] = {"kind": "fork"}
+    if kind == "alora":
+        config["alora_invocation_tokens"] = invocation
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -239,7 +266,7 @@ def load_peft(adapter: LoraAdapter, folder: Path) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=(*orderlog.TASKS, ALL), required=True, help=f"{ALL}: a warm start for each")
-    parser.add_argument("--kind", choices=("plain", "fork"), required=True)
+    parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the adapter")
     parser.add_argument("--init", type=Path, help="continue from the adapter in this folder")
     parser.add_argument("--steps", type=int, default=120, help="0: evaluate only")
@@ -251,7 +278,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--eval-documents", type=int, default=15, help="held-out documents, four questions each")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.task == ALL and args.kind == "alora":
+        parser.error(f"--kind alora begins at one task's instruction: name one of {', '.join(orderlog.TASKS)}")
+    return args
 
 
 def main() -> None:
@@ -262,11 +292,15 @@ def main() -> None:
     adapter = model.new_adapter(args.rank, args.alpha)
     if args.init is not None:
         load_peft(adapter, args.init)
+    invocation: list[int] = []
+    if args.kind == "alora":
+        question = orderlog.make_question(orderlog.make_document(0, 200), args.task, 0)
+        invocation = tokenizer(question.instruction, add_special_tokens=False)["input_ids"]
     if args.steps > 0:
-        train(model, adapter, tokenizer, args)
-        save_peft(adapter, args.kind, args.out)
+        train(model, adapter, tokenizer, args, invocation)
+        save_peft(adapter, args.kind, args.out, invocation)
     load_peft(adapter, args.out if args.steps > 0 else args.init or args.out)  # what is judged is what was written
-    kinds: tuple[Kind, ...] = ("fork",) if args.kind == "fork" else ("plain", "fork")
+    kinds: tuple[Kind, ...] = (args.kind,) if args.kind in ("fork", "alora") else ("plain", "fork")
     tasks = orderlog.TASKS if args.task == ALL else (args.task,)
     for task in tasks:
         for kind in kinds:

@@ -110,7 +110,9 @@ def test_all_agents_share_the_document_in_tokens(tokenizer: Any):
     assert all(point is not None and point <= shared for point in points)
 
 
-@pytest.mark.parametrize(("kind", "fork_at"), [("plain", None), ("fork", None), ("fork", 100), ("fork", 0)])
+@pytest.mark.parametrize(
+    ("kind", "fork_at"), [("plain", None), ("alora", None), ("fork", None), ("fork", 100), ("fork", 0)]
+)
 def test_the_training_forward_computes_the_definition(tokenizer: Any, kind: Any, fork_at: int | None, tmp_path: Path):
     """Log-probs of the answers under the tree-shaped pass equal the oracle's, one sequence at a time, and the
     gradient reaches every matrix."""
@@ -131,7 +133,7 @@ def test_the_training_forward_computes_the_definition(tokenizer: Any, kind: Any,
     adapter = model.new_adapter(8, 16)
     for b in adapter.b.values():
         torch.nn.init.normal_(b, std=0.3)
-    train_lora.save_peft(adapter, kind, tmp_path)
+    train_lora.save_peft(adapter, kind, tmp_path, [1])
     train_lora.load_peft(adapter, tmp_path)
     document = make_document(1, 200)
     questions = [make_question(document, "extract", seed) for seed in range(3)]
@@ -141,8 +143,9 @@ def test_the_training_forward_computes_the_definition(tokenizer: Any, kind: Any,
     assert targets.tolist() == [token for example in examples for token in example.answer]
     for example, logprobs in zip(examples, got, strict=True):
         point = fork_point(
-            example.prompt, BLOCK_SIZE, kind=kind, shared=kind == "fork", fork_tail=FORK_TAIL, fork_at=fork_at
-        ).weights_from
+            example.prompt, BLOCK_SIZE, kind=kind, shared=kind != "plain", fork_tail=FORK_TAIL,
+            invocation_tokens=example.invocation, fork_at=fork_at,
+        ).weights_from  # fmt: skip
         want = oracle_logprobs(hf, [*example.prompt, *example.answer], read_adapter(tmp_path), kind, point)
         torch.testing.assert_close(logprobs, want[len(example.prompt) - 1 : -1], atol=1e-3, rtol=0)
     torch.nn.functional.cross_entropy(logits, targets).backward()
