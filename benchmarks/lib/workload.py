@@ -1,0 +1,173 @@
+"""`run.py --workload`: one workload against several servers, one at a time: table, plot, JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks.lib import machine, workload_claims, workload_report
+from benchmarks.lib.common import Workspace
+from benchmarks.lib.machine import MachineRates
+from benchmarks.lib.workload_options import WorkloadOptions
+from benchmarks.lib.workload_report import Report, Row
+from benchmarks.peers.registry import PEERS
+from benchmarks.peers.site import Running, Site, make_site
+from benchmarks.workloads.client import Outcome, Target, replay
+from benchmarks.workloads.scenarios import SCENARIOS
+from benchmarks.workloads.summary import summarise
+from benchmarks.workloads.trace import Session, Step, Tokens, Trace
+
+GATE_TOKENS = 8
+GATE_AGREE = 4
+"""Leading greedy tokens, of `GATE_TOKENS`, in which a peer has to agree with the first server before it is timed."""
+_SAMPLE_S = 1.0
+
+
+def run(options: WorkloadOptions, rates: MachineRates) -> bool:
+    """Measure, print and write everything; whether all that is required of this workload holds."""
+    with tempfile.TemporaryDirectory(prefix="forkkv-workload-") as folder:
+        work = Workspace(Path(folder))
+        traces = SCENARIOS[options.workload](options.sizes, work.document)
+        site = make_site(work, traces[0].num_agents, max(trace.longest for trace in traces))
+        report = Report(options.workload, options.sizes, traces, rates, options.quick, GATE_TOKENS)
+        report.descriptions = {name: PEERS[name].description for name in options.peers}
+        gate = _Gate(work.document(40, 900), bool(site.adapters))
+        for name in options.peers:
+            report.loads[name], busiest = machine.other_load()
+            if report.loads[name] > machine.BUSY_PERCENT:
+                print(
+                    f"warning: others use {report.loads[name]:.0f} % of a core, most of it {busiest}", file=sys.stderr
+                )
+            began = time.monotonic()
+            report.rows += _measure(name, site, report, gate, work, options.limit_s)
+            print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    lines = [] if options.quick else workload_claims.lines(report)
+    print("\n" + workload_report.text(report, lines))
+    workload_report.write(report, options.out, lines)
+    print(f"\nwritten to {options.out}")
+    return all(line.passed for line in lines)
+
+
+def _measure(name: str, site: Site, report: Report, gate: _Gate, work: Workspace, limit_s: float) -> list[Row]:
+    """Rows of one server; one row with the reason where it cannot be measured."""
+    peer = PEERS[name]
+    if reason := peer.missing():
+        return [Row(name, "all", note=f"not available: {reason}")]
+    try:
+        with peer.start(site, work.folder / f"{name}.log") as server:
+            agreed = gate.agreement(server.target)
+            if min(agreed) < GATE_AGREE:
+                return [Row(name, "all", gate=agreed, note="not timed: it answers like another model")]
+            _warm_up(server.target, work, report.traces[0].num_agents)
+            rows = [_replay(name, trace, server, agreed, limit_s) for trace in report.traces]
+            if name == "peft" and report.workload == "fanout" and rows[-1].summary and not rows[-1].summary.failed:
+                report.tail_forward_s = _tail_forward(report.traces[-1], server.target)
+            return rows
+    except (RuntimeError, OSError, httpx.HTTPError) as error:
+        traceback.print_exc()
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return [Row(name, "all", note=f"not available: {lines[-1] if lines else error!r}"[:160])]
+
+
+def _replay(name: str, trace: Trace, server: Running, gate: tuple[int, ...], limit_s: float) -> Row:
+    with _peaks(server) as peaks:
+        outcomes = asyncio.run(replay(trace, server.target, limit_s))
+    summary = summarise(outcomes, trace.num_requests)
+    note = "; ".join(summary.errors)[:160]
+    return Row(name, trace.part, summary, tuple(outcomes), peaks.rss, peaks.kv, gate, note)
+
+
+def _one(agent: int | None, prompt: Tokens, max_tokens: int, target: Target) -> Outcome:
+    """The outcome of a single request. Raises `RuntimeError` if it is not answered."""
+    trace = Trace("single", 0, (Session((Step(agent, prompt, max_tokens),)),))
+    (outcome,) = asyncio.run(replay(trace, target, 600))
+    if outcome.error is not None:
+        raise RuntimeError(outcome.error)
+    return outcome
+
+
+class _Gate:
+    """Greedy answers to one short prompt by the base model and by the first adapter: those of the first server that is
+    asked are the measure of the others, so that no other model is timed."""
+
+    def __init__(self, prompt: Tokens, with_adapter: bool):
+        self.prompt = prompt
+        self.agents = (None, 0) if with_adapter else (None,)
+        self.expected: list[Tokens] = []
+
+    def agreement(self, target: Target) -> tuple[int, ...]:
+        """Leading tokens of each answer that agree."""
+        answers = [_one(agent, self.prompt, GATE_TOKENS, target).token_ids for agent in self.agents]
+        self.expected = self.expected or answers
+        return tuple(map(_leading, answers, self.expected))
+
+
+def _leading(one: Tokens, other: Tokens) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
+def _warm_up(target: Target, work: Workspace, num_agents: int) -> None:
+    """A longer prompt for the base model, a short one for every agent; no other request begins like them."""
+    _one(None, work.document(512, 901), 4, target)
+    for agent in range(num_agents):
+        _one(agent, work.document(32, 902 + agent), 2, target)
+
+
+def _tail_forward(trace: Trace, target: Target) -> float:
+    """Time to first token of the first agent's prompt with a new tail, as long as the one our server's adapters run
+    behind the fork point, when all in front of it is cached."""
+    (step,) = trace.sessions[0].steps
+    shared = (len(step.tokens) - 64) // 16 * 16
+    times = []
+    for number in range(3):
+        tail = tuple(2000 + number * 100 + i for i in range(len(step.tokens) - shared))
+        times.append(_one(step.agent, step.tokens[:shared] + tail, 1, target).ttft_s)
+    return sorted(times)[1]
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Peaks:
+    rss: int = 0
+    kv: float | None = None
+
+    def sample(self, server: Running) -> None:
+        try:
+            self.rss = max(self.rss, server.server.rss())
+            held = server.kv_bytes()
+        except (psutil.Error, httpx.HTTPError, RuntimeError):
+            return
+        if held is not None:
+            self.kv = max(self.kv or 0.0, held)
+
+
+@contextmanager
+def _peaks(server: Running) -> Iterator[_Peaks]:
+    """Largest resident set of the server's processes, and bytes its caches hold, looked at once a second."""
+    peaks, done = _Peaks(), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_SAMPLE_S):
+            peaks.sample(server)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peaks
+    finally:
+        done.set()
+        watcher.join()
+        peaks.sample(server)

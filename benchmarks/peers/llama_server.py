@@ -1,0 +1,122 @@
+"""llama.cpp's `llama-server`, built from the source in the sdist of llama-cpp-python: set-up, conversion, server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from benchmarks.lib.process import free_port, running
+from benchmarks.peers.site import BASE, Running, Site, peers_folder
+from benchmarks.workloads.client import Target
+
+VERSION = "0.3.36"
+_MAX_SLOTS = 16
+_OFF = ("BUILD_SHARED_LIBS", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI")
+
+
+def _folder() -> Path:
+    return peers_folder() / "llama"
+
+
+def _source() -> Path:
+    return _folder() / f"llama_cpp_python-{VERSION}" / "vendor/llama.cpp"
+
+
+def _binary() -> Path:
+    return _folder() / "build/bin/llama-server"
+
+
+def set_up() -> None:
+    """Fetch the source, build the server for this processor (minutes), and what its converter needs beside our own
+    packages. Raises `CalledProcessError`; run again, it goes on where it stopped."""
+    folder, python = _folder(), sys.executable
+    folder.mkdir(parents=True, exist_ok=True)
+    if not _source().exists():
+        pip = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "-d", str(folder)]
+        subprocess.run([*pip, f"llama-cpp-python=={VERSION}"], check=True)
+        with tarfile.open(folder / f"llama_cpp_python-{VERSION}.tar.gz") as archive:
+            archive.extractall(folder, filter="data")
+    if not (folder / "python/sentencepiece").exists():
+        target = ["--target", str(folder / "python")]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *target, "sentencepiece"], check=True)
+    build = folder / "build"
+    options = [*(f"-D{name}=OFF" for name in (*_OFF, "LLAMA_OPENSSL")), "-DCMAKE_BUILD_TYPE=Release"]
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    subprocess.run(["cmake", "-S", str(_source()), "-B", str(build), *generator, *options], check=True)
+    jobs = str(os.cpu_count() or 1)
+    subprocess.run(["cmake", "--build", str(build), "--target", "llama-server", "-j", jobs], check=True)
+
+
+def _convert(script: str, result: Path, outtype: str, *arguments: str) -> Path:
+    """`result`, written by llama.cpp's own converter unless it is there. Raises `RuntimeError` with what it said."""
+    if result.exists():
+        return result
+    result.parent.mkdir(parents=True, exist_ok=True)
+    part = result.with_suffix(".part")
+    command = [sys.executable, str(_source() / script), "--outtype", outtype, "--outfile", str(part), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(_folder() / "python"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{script} failed:\n{done.stderr[-2000:]}")
+    part.rename(result)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaServer:
+    """Adapters are chosen by `lora` in each request. Every agent keeps a slot of its own where there are at most 16,
+    so that its cache survives the others' requests."""
+
+    weights: Literal["f32", "q8_0"]
+
+    @property
+    def description(self) -> str:
+        return f"llama-server ({self.weights} weights, f16 KV cache as by default)"
+
+    def missing(self) -> str | None:
+        return None if _binary().exists() else "not set up: python -m benchmarks.peers.setup llama-server"
+
+    @contextlib.contextmanager
+    def start(self, site: Site, log: Path) -> Iterator[Running]:
+        port = free_port()
+        folder = _folder() / "gguf"
+        model = _convert("convert_hf_to_gguf.py", folder / f"{self.weights}.gguf", self.weights, str(site.model))
+        slots = min(max(1, len(site.adapters)), _MAX_SLOTS)
+        threads = str(psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+        command = [str(_binary()), "-m", str(model), "--alias", BASE, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["-np", str(slots), "-c", str(slots * (site.longest + 64)), "-t", threads, "-tb", threads]
+        command += ["--no-webui", "--lora-init-without-apply"]
+        for adapter in site.adapters:
+            source = ["--base", str(site.model), str(adapter)]
+            converted = _convert("convert_lora_to_gguf.py", folder / f"{adapter.name}.gguf", "f32", *source)
+            command += ["--lora", str(converted)]
+        with running(command, port, log, ready_path="/health", ready_within=300) as server:
+            target = Target(server.url, _choose(len(site.adapters), slots), site.encode, {"verbose": True})
+            held = _kv_bytes(log.read_text(errors="replace"))
+            yield Running(server, target, lambda: held)
+
+
+def _choose(adapters: int, slots: int) -> Callable[[int | None], dict[str, Any]]:
+    def fields(agent: int | None) -> dict[str, Any]:
+        lora = [{"id": i, "scale": float(i == agent)} for i in range(adapters)]
+        own_slot = {"id_slot": agent} if agent is not None and adapters <= slots else {}
+        return {"model": BASE, "lora": lora, "cache_prompt": True, **own_slot}
+
+    return fields
+
+
+def _kv_bytes(log: str) -> float | None:
+    """Bytes of its K/V buffer, which it allocates whole at its start and tells in its log."""
+    sizes = re.findall(r"KV buffer size\s*=\s*([\d.]+) MiB", log)
+    return sum(map(float, sizes)) * 2**20 if sizes else None
