@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import threading
 import time
@@ -16,13 +15,13 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.lib import machine, workload_claims, workload_report
+from benchmarks.lib import workload_claims, workload_report
 from benchmarks.lib.common import Workspace
 from benchmarks.lib.machine import MachineRates
+from benchmarks.lib.process import Server
 from benchmarks.lib.workload_options import WorkloadOptions
 from benchmarks.lib.workload_report import Report, Row
-from benchmarks.peers.registry import PEERS
-from benchmarks.peers.site import Running, Site, make_site
+from benchmarks.peers.site import Peer, Running, Site, make_site
 from benchmarks.workloads.client import Outcome, Target, replay
 from benchmarks.workloads.scenarios import SCENARIOS
 from benchmarks.workloads.summary import summarise
@@ -31,6 +30,7 @@ from benchmarks.workloads.trace import Session, Step, Tokens, Trace
 GATE_TOKENS = 8
 GATE_AGREE = 4
 """Leading greedy tokens, of `GATE_TOKENS`, in which a peer has to agree with the first server before it is timed."""
+WARM_UP_TOKENS = 512
 _SAMPLE_S = 1.0
 
 
@@ -39,29 +39,23 @@ def run(options: WorkloadOptions, rates: MachineRates) -> bool:
     with tempfile.TemporaryDirectory(prefix="forkkv-workload-") as folder:
         work = Workspace(Path(folder))
         traces = SCENARIOS[options.workload](options.sizes, work.document)
-        site = make_site(work, traces[0].num_agents, max(trace.longest for trace in traces))
-        report = Report(options.workload, options.sizes, traces, rates, options.quick, GATE_TOKENS)
-        report.descriptions = {name: PEERS[name].description for name in options.peers}
+        site = make_site(work, traces[0].num_agents, max(WARM_UP_TOKENS + 64, *(trace.longest for trace in traces)))
+        descriptions = {name: peer.description for name, peer in options.peers.items()}
+        report = Report(options, traces, rates, GATE_TOKENS, descriptions)
         gate = _Gate(work.document(40, 900), bool(site.adapters))
-        for name in options.peers:
-            report.loads[name], busiest = machine.other_load()
-            if report.loads[name] > machine.BUSY_PERCENT:
-                print(
-                    f"warning: others use {report.loads[name]:.0f} % of a core, most of it {busiest}", file=sys.stderr
-                )
+        for name, peer in options.peers.items():
             began = time.monotonic()
-            report.rows += _measure(name, site, report, gate, work, options.limit_s)
+            report.rows += _measure(name, peer, site, report, gate, work)
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-    lines = [] if options.quick else workload_claims.lines(report)
+    lines = workload_claims.lines(report)
     print("\n" + workload_report.text(report, lines))
     workload_report.write(report, options.out, lines)
     print(f"\nwritten to {options.out}")
     return all(line.passed for line in lines)
 
 
-def _measure(name: str, site: Site, report: Report, gate: _Gate, work: Workspace, limit_s: float) -> list[Row]:
+def _measure(name: str, peer: Peer, site: Site, report: Report, gate: _Gate, work: Workspace) -> list[Row]:
     """Rows of one server; one row with the reason where it cannot be measured."""
-    peer = PEERS[name]
     if reason := peer.missing():
         return [Row(name, "all", note=f"not available: {reason}")]
     try:
@@ -70,22 +64,43 @@ def _measure(name: str, site: Site, report: Report, gate: _Gate, work: Workspace
             if min(agreed) < GATE_AGREE:
                 return [Row(name, "all", gate=agreed, note="not timed: it answers like another model")]
             _warm_up(server.target, work, report.traces[0].num_agents)
-            rows = [_replay(name, trace, server, agreed, limit_s) for trace in report.traces]
-            if name == "peft" and report.workload == "fanout" and rows[-1].summary and not rows[-1].summary.failed:
+            rows = [_replay(name, trace, server, agreed, report.options.limit_s) for trace in report.traces]
+            if name == "peft" and report.options.workload == "fanout" and report.usable(rows[-1]):
                 report.tail_forward_s = _tail_forward(report.traces[-1], server.target)
             return rows
-    except (RuntimeError, OSError, httpx.HTTPError) as error:
+    except (RuntimeError, OSError, httpx.HTTPError, psutil.Error) as error:
         traceback.print_exc()
         lines = [line for line in str(error).splitlines() if line.strip()]
         return [Row(name, "all", note=f"not available: {lines[-1] if lines else error!r}"[:160])]
 
 
 def _replay(name: str, trace: Trace, server: Running, gate: tuple[int, ...], limit_s: float) -> Row:
+    own = server.server
+    others = None if own is None else _others_cpu_seconds(own)
+    began, client = time.monotonic(), time.process_time()
     with _peaks(server) as peaks:
         outcomes = asyncio.run(replay(trace, server.target, limit_s))
+    percent = 100 / (time.monotonic() - began)
     summary = summarise(outcomes, trace.num_requests)
-    note = "; ".join(summary.errors)[:160]
-    return Row(name, trace.part, summary, tuple(outcomes), peaks.rss, peaks.kv, gate, note)
+    return Row(
+        peer=name,
+        part=trace.part,
+        summary=summary,
+        outcomes=tuple(outcomes),
+        peak_rss=peaks.rss,
+        peak_kv=peaks.kv,
+        client_load=(time.process_time() - client) * percent,
+        other_load=None if own is None or others is None else (_others_cpu_seconds(own) - others) * percent,
+        gate=gate,
+        note="; ".join(summary.errors)[:160],
+    )
+
+
+def _others_cpu_seconds(server: Server) -> float:
+    """CPU seconds of the machine so far that neither this process nor the server used."""
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = machine.user + machine.nice + machine.system + machine.irq + machine.softirq
+    return float(busy - own.user - own.system - server.cpu_seconds())
 
 
 def _one(agent: int | None, prompt: Tokens, max_tokens: int, target: Target) -> Outcome:
@@ -119,14 +134,14 @@ def _leading(one: Tokens, other: Tokens) -> int:
 
 def _warm_up(target: Target, work: Workspace, num_agents: int) -> None:
     """A longer prompt for the base model, a short one for every agent; no other request begins like them."""
-    _one(None, work.document(512, 901), 4, target)
+    _one(None, work.document(WARM_UP_TOKENS, 901), 4, target)
     for agent in range(num_agents):
         _one(agent, work.document(32, 902 + agent), 2, target)
 
 
 def _tail_forward(trace: Trace, target: Target) -> float:
-    """Time to first token of the first agent's prompt with a new tail, as long as the one our server's adapters run
-    behind the fork point, when all in front of it is cached."""
+    """Time to first token, over HTTP, of the first agent's prompt with a new tail, as long as the one our server's
+    adapters run behind the fork point, when all in front of it is cached. Median of three."""
     (step,) = trace.sessions[0].steps
     shared = (len(step.tokens) - 64) // 16 * 16
     times = []
@@ -141,12 +156,13 @@ def _tail_forward(trace: Trace, target: Target) -> float:
 
 @dataclass
 class _Peaks:
-    rss: int = 0
+    rss: int | None = None
     kv: float | None = None
 
     def sample(self, server: Running) -> None:
         try:
-            self.rss = max(self.rss, server.server.rss())
+            if server.server is not None:
+                self.rss = max(self.rss or 0, server.server.rss())
             held = server.kv_bytes()
         except (psutil.Error, httpx.HTTPError, RuntimeError):
             return

@@ -17,9 +17,10 @@ A6000, against an eager baseline."""
 
 
 def lines(report: Report) -> list[Line]:
-    """Lines of the report's workload; none for the workloads about which nothing is required."""
+    """Lines of the report's workload; none for quick sizes, and for the workloads about which nothing is required."""
     judged: dict[str, Callable[[Report], Iterator[Line]]] = {"fanout": _fanout, "lragent": _lragent, "plain": _plain}
-    return list(judged[report.workload](report)) if report.workload in judged else []
+    name = report.options.workload
+    return list(judged[name](report)) if name in judged and not report.options.quick else []
 
 
 def _summary(row: Row) -> Summary:

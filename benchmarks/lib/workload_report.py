@@ -10,11 +10,11 @@ from typing import Any
 
 from benchmarks.lib import report as lines_report
 from benchmarks.lib.common import Line
-from benchmarks.lib.machine import MachineRates
+from benchmarks.lib.machine import BUSY_PERCENT, MachineRates
 from benchmarks.lib.svg import Bar, bar_charts
 from benchmarks.lib.text import columns, markdown
+from benchmarks.lib.workload_options import WorkloadOptions
 from benchmarks.workloads.client import Outcome
-from benchmarks.workloads.scenarios import Sizes
 from benchmarks.workloads.summary import Summary
 from benchmarks.workloads.trace import Trace, prefill_tokens
 
@@ -38,49 +38,56 @@ _HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One trace on one server. `note` says why there is no `summary`, or what is particular about it. `gate`: leading
-    greedy tokens that agree with the first server's, base model and first adapter. Bytes: `peak_rss`, `peak_kv`."""
+    """One trace on one server. `note` says why there is no `summary`, or what went wrong. `gate`: leading greedy tokens
+    that agree with the first server's, base model and first adapter. `client_load` and `other_load`: CPU that the load
+    client and that others used meanwhile, percent of a core. `peak_rss` and `peak_kv` in bytes. None: not known."""
 
     peer: str
     part: str
     summary: Summary | None = None
     outcomes: tuple[Outcome, ...] = ()
-    peak_rss: int = 0
+    peak_rss: int | None = None
     peak_kv: float | None = None
+    client_load: float | None = None
+    other_load: float | None = None
     gate: tuple[int, ...] = ()
     note: str = ""
+
+    @property
+    def disturbed(self) -> bool:
+        return self.other_load is not None and self.other_load > BUSY_PERCENT
 
 
 @dataclass
 class Report:
-    """`loads`: CPU used by others in front of each server, percent of a core. `tail_forward_s`: seconds of
-    transformers' own forward of an agent's tail behind the cached document (fan-out with peft only)."""
+    """`descriptions` of the servers by name. `tail_forward_s`: seconds of transformers' own forward of an agent's tail
+    behind the cached document (fan-out with peft only)."""
 
-    workload: str
-    sizes: Sizes
+    options: WorkloadOptions
     traces: tuple[Trace, ...]
     rates: MachineRates
-    quick: bool
     gate_tokens: int
+    descriptions: dict[str, str]
     rows: list[Row] = field(default_factory=list)
-    loads: dict[str, float] = field(default_factory=dict)
-    descriptions: dict[str, str] = field(default_factory=dict)
     tail_forward_s: float | None = None
-    started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
+
+    def usable(self, row: Row) -> bool:
+        """Whether the row may be compared with others: everything answered, nobody else at work."""
+        complete = row.summary is not None and not row.summary.failed
+        return complete and (self.options.anyway or not row.disturbed)
 
     def find(self, peer: str, part: str) -> Row | None:
-        """The row of that peer and part, if all its requests were answered."""
-        for row in self.rows:
-            if (row.peer, row.part) == (peer, part) and row.summary is not None and not row.summary.failed:
-                return row
-        return None
+        """The usable row of that peer and part."""
+        return next((row for row in self.rows if (row.peer, row.part) == (peer, part) and self.usable(row)), None)
 
 
 def _cells(row: Row, gate_tokens: int) -> tuple[str, ...]:
     s = row.summary
     if s is None:
         return (row.peer, row.part, *["-"] * (len(_HEAD) - 4), _gate(row, gate_tokens), row.note)
-    note = f"{s.failed} of {s.requests} not answered: {row.note}" if s.failed else row.note
+    notes = [f"{s.failed} of {s.requests} not answered: {row.note}"] if s.failed else []
+    if row.disturbed:
+        notes.append(f"disturbed: others used {row.other_load:.0f} % of a core")
     return (
         row.peer,
         row.part,
@@ -92,11 +99,15 @@ def _cells(row: Row, gate_tokens: int) -> tuple[str, ...]:
         f"{s.output_per_s:.1f}",
         f"{s.seconds:.1f}",
         f"{'?' if s.cached_tokens is None else s.cached_tokens}/{s.prompt_tokens}",
-        f"{row.peak_rss / 2**20:.0f}",
-        "?" if row.peak_kv is None else f"{row.peak_kv / 2**20:.0f}",
+        _mebi(row.peak_rss),
+        _mebi(row.peak_kv),
         _gate(row, gate_tokens),
-        note,
+        "; ".join(notes),
     )
+
+
+def _mebi(num_bytes: float | None) -> str:
+    return "?" if num_bytes is None else f"{num_bytes / 2**20:.0f}"
 
 
 def _gate(row: Row, gate_tokens: int) -> str:
@@ -106,7 +117,7 @@ def _gate(row: Row, gate_tokens: int) -> str:
 def _counted(report: Report) -> list[str]:
     """Tokens that each trace must prefill under both rules."""
     found = []
-    for trace in report.traces if report.sizes.agents else ():
+    for trace in report.traces if report.options.sizes.agents else ():
         private, shared = (prefill_tokens(trace, shared=shared) for shared in (False, True))
         found.append(
             f"{trace.part}: prompt tokens to compute, counted: {private:,} with a cache for each adapter, {shared:,} "
@@ -122,7 +133,7 @@ def text(report: Report, lines: list[Line], as_markdown: bool = False) -> str:
     if lines:
         table = lines_report.table(lines)
         parts.append(f"```\n{table}\n```" if as_markdown else table)
-    if report.quick:
+    if report.options.quick:
         parts.append("Quick sizes: these numbers claim nothing.")
     return "\n\n".join(part for part in parts if part)
 
@@ -131,7 +142,11 @@ def write(report: Report, folder: Path, lines: list[Line]) -> None:
     """`table.md`, `plot.svg` and `results.json` (every request included) in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"* {name}: {description}" for name, description in report.descriptions.items()]
-    head = [f"# Workload {report.workload}, {report.started}", lines_report.describe(report.rates), "\n".join(names)]
+    head = [
+        f"# Workload {report.options.workload}, {time.strftime('%Y-%m-%d')}",
+        lines_report.describe(report.rates),
+        "\n".join(names),
+    ]
     (folder / "table.md").write_text("\n\n".join([*head, text(report, lines, as_markdown=True)]) + "\n")
     (folder / "plot.svg").write_text(_plot(report))
     (folder / "results.json").write_text(_as_json(report, lines))
@@ -150,18 +165,17 @@ def _plot(report: Report) -> str:
         totals.append(bar(row, row.summary.seconds, f"{row.summary.seconds:.1f}{missing}"))
         waits.append(bar(row, row.summary.ttft_p95_s, f"{row.summary.ttft_p95_s:.2f}"))
         if row.peak_kv is not None:
-            caches.append(bar(row, row.peak_kv / 2**20, f"{row.peak_kv / 2**20:.0f}"))
+            caches.append(bar(row, row.peak_kv / 2**20, _mebi(row.peak_kv)))
     charts = [("Seconds for all requests", totals), ("Time to first token, p95, s", waits), ("KV cache, MiB", caches)]
-    return bar_charts(f"{report.workload}: shorter is better", charts)
+    return bar_charts(f"{report.options.workload}: shorter is better", charts)
 
 
 def _as_json(report: Report, lines: list[Line]) -> str:
     content: dict[str, Any] = {
-        "workload": report.workload,
-        "quick": report.quick,
-        "sizes": asdict(report.sizes),
+        "workload": report.options.workload,
+        "quick": report.options.quick,
+        "sizes": asdict(report.options.sizes),
         "machine": report.rates.as_dict(),
-        "other_load_percent": report.loads,
         "descriptions": report.descriptions,
         "tail_forward_s": report.tail_forward_s,
         "lines": [asdict(line) for line in lines],

@@ -48,7 +48,7 @@ class Cached:
         if same == 0:
             self.cache = DynamicCache()
         elif same < len(self.tokens):
-            self.cache.crop(same)
+            self.cache.crop(same - len(self.tokens))
         del self.tokens[same:]
         return same
 

@@ -21,13 +21,13 @@ _WITH_ADAPTERS = ("forkkv", "forkkv-none", "peft", "llama-server", "vllm")
 _WITHOUT = ("forkkv", "forkkv-int8", "peft", "llama-server", "llama-server-q8", "vllm")
 
 
-def chosen(names: str, *, adapters: bool) -> list[str]:
-    """Names of `--peers`, our own first. "all": every server in fp32, and where there are no adapters the two with
-    8-bit weights, while fork and none are the same; "ours": our own of these. Raises `ValueError`."""
+def chosen(names: str, *, adapters: bool) -> dict[str, Peer]:
+    """The peers of `--peers` by name, our own first. "all": every server in fp32, and without adapters, where fork and
+    none are the same, those with 8-bit weights; "ours": our own of these. Raises `ValueError`."""
     everyone = _WITH_ADAPTERS if adapters else _WITHOUT
     if names in ("all", "ours"):
-        return [name for name in everyone if names == "all" or name.startswith("forkkv")]
+        return {name: PEERS[name] for name in everyone if names == "all" or name.startswith("forkkv")}
     wanted = [name.strip() for name in names.split(",")]
     if unknown := sorted(set(wanted) - set(PEERS)):
         raise ValueError(f"no peer {', '.join(unknown)}; there are all, ours, {', '.join(PEERS)}")
-    return [name for name in PEERS if name in wanted]
+    return {name: peer for name, peer in PEERS.items() if name in wanted}

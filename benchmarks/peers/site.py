@@ -47,9 +47,10 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A peer that answers. `kv_bytes`: bytes that its caches hold now, None if it does not tell."""
+    """A peer that answers. `server` None: its processes are not ours to watch. `kv_bytes`: bytes that its caches hold
+    now, None if it does not tell."""
 
-    server: Server
+    server: Server | None
     target: Target
     kv_bytes: Callable[[], float | None]
 
@@ -92,12 +93,12 @@ def make_model_folder(work: Workspace, folder: Path) -> Path:
 
 
 def _make_adapter(folder: Path, spec: Any, number: int) -> Path:
-    """A random adapter of rank 16 on q, k, v and o."""
+    """A random adapter of rank 16 on q, k, v and o, strong enough to change the first tokens of an answer."""
     if folder.exists():
         return folder
 
     def fill(part: Path) -> None:
-        make_adapter(part, spec, rank=RANK, targets=ATTENTION, b_std=0.02, seed=1 + number)
+        make_adapter(part, spec, rank=RANK, targets=ATTENTION, b_std=0.04, seed=1 + number)
 
     return _made_whole(folder, fill)
 

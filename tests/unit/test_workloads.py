@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.lib import workload_claims, workload_report
 from benchmarks.lib.machine import MachineRates
 from benchmarks.lib.svg import Bar, bar_charts
+from benchmarks.lib.workload_options import WorkloadOptions, add_arguments, parse
 from benchmarks.lib.workload_report import Report, Row
 from benchmarks.peers.registry import chosen
 from benchmarks.workloads.client import Outcome
@@ -122,13 +125,14 @@ def test_summary_counts_only_what_was_answered() -> None:
 
 def report(workload: str, *rows: Row, **sizes: int) -> Report:
     sized = replace(DEFAULTS[workload], **sizes)
-    found = Report(workload, sized, SCENARIOS[workload](sized, text), RATES, False, 8)
+    options = WorkloadOptions(workload, {}, sized, 60, Path(), quick=False, anyway=False)
+    found = Report(options, SCENARIOS[workload](sized, text), RATES, 8, {})
     found.rows = list(rows)
     return found
 
 
 def row(peer: str, part: str, *outcomes: Outcome) -> Row:
-    return Row(peer, part, summarise(outcomes, len(outcomes)), outcomes, 1 << 30, 1 << 20, (8, 8))
+    return Row(peer, part, summarise(outcomes, len(outcomes)), outcomes, 1 << 30, 1 << 20, 2.0, 3.0, (8, 8))
 
 
 def test_fanout_is_judged_against_the_best_other_server() -> None:
@@ -161,6 +165,15 @@ def test_a_server_that_failed_or_is_missing_is_told_and_not_judged() -> None:
     assert "1 of 2 not answered" in table and "not available: not set up" in table and "ratio 2.39" in table
 
 
+def test_disturbed_rows_are_told_and_judged_only_anyway() -> None:
+    rows = [row("forkkv", "5.0k", outcome(0, 2, 5)), row("forkkv-none", "5.0k", outcome(0, 4, 7))]
+    found = report("lragent", rows[0], replace(rows[1], other_load=50.0))
+    assert workload_claims.lines(found) == []
+    assert "disturbed: others used 50 % of a core" in workload_report.text(found, [])
+    found.options = replace(found.options, anyway=True)
+    assert len(workload_claims.lines(found)) == 2
+
+
 def test_the_picture_is_well_formed() -> None:
     bars = [Bar("a & <b>", 2.0, "2.00", True), Bar("c", None, "not available", False), Bar("d", 4.0, "4.00", False)]
     root = ElementTree.fromstring(bar_charts("title", [("chart", bars), ("empty", [])]))
@@ -170,12 +183,44 @@ def test_the_picture_is_well_formed() -> None:
 
 
 def test_choice_of_peers() -> None:
-    assert chosen("all", adapters=True) == ["forkkv", "forkkv-none", "peft", "llama-server", "vllm"]
+    assert list(chosen("all", adapters=True)) == ["forkkv", "forkkv-none", "peft", "llama-server", "vllm"]
     assert "forkkv-none" not in chosen("all", adapters=False) and "llama-server-q8" in chosen("all", adapters=False)
-    assert chosen("ours", adapters=True) == ["forkkv", "forkkv-none"]
-    assert chosen("vllm, forkkv", adapters=True) == ["forkkv", "vllm"]
+    assert list(chosen("ours", adapters=True)) == ["forkkv", "forkkv-none"]
+    assert list(chosen("vllm, forkkv", adapters=True)) == ["forkkv", "vllm"]
     with pytest.raises(ValueError, match="no peer sglang"):
         chosen("sglang", adapters=True)
+
+
+def parsed(*arguments: str) -> WorkloadOptions | None:
+    parser = argparse.ArgumentParser()
+    for flag in ("--quick", "--anyway"):
+        parser.add_argument(flag, action="store_true")
+    add_arguments(parser)
+    return parse(parser, parser.parse_args(arguments))
+
+
+def test_options() -> None:
+    assert parsed() is None
+    found = parsed("--workload", "fanout", "--agents", "4", "--tokens", "2000", "--peers", "forkkv,peft")
+    assert found is not None and found.sizes == Sizes(4, 2000) and list(found.peers) == ["forkkv", "peft"]
+    given = parsed("--workload", "turns", "--url", "http://127.0.0.1:1", "--names", "b,x,y")
+    assert given is not None and given.sizes.agents == 2 and list(given.peers) == ["given"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--workload", "lragent", "--agents", "2"),
+        ("--workload", "plain", "--agents", "2"),
+        ("--workload", "fanout", "--agents", "0"),
+        ("--workload", "fanout", "--peers", "nobody"),
+        ("--workload", "fanout", "--url", "http://127.0.0.1:1"),
+        ("--workload", "lragent", "--url", "http://127.0.0.1:1", "--names", "b,x"),
+    ],
+)
+def test_contradicting_options_are_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*arguments)
 
 
 def test_default_sizes_exist_for_every_workload() -> None:
