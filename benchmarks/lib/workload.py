@@ -21,7 +21,7 @@ from benchmarks.lib.machine import MachineRates
 from benchmarks.lib.process import Server
 from benchmarks.lib.workload_options import WorkloadOptions
 from benchmarks.lib.workload_report import Report, Row
-from benchmarks.peers.site import Peer, Running, Site, make_site
+from benchmarks.peers.site import Peer, Running, Site
 from benchmarks.workloads.client import Outcome, Target, replay
 from benchmarks.workloads.scenarios import SCENARIOS
 from benchmarks.workloads.summary import summarise
@@ -39,13 +39,13 @@ def run(options: WorkloadOptions, rates: MachineRates) -> bool:
     with tempfile.TemporaryDirectory(prefix="forkkv-workload-") as folder:
         work = Workspace(Path(folder))
         traces = SCENARIOS[options.workload](options.sizes, work.document)
-        site = make_site(work, traces[0].num_agents, max(WARM_UP_TOKENS + 64, *(trace.longest for trace in traces)))
+        site = Site(work, traces[0].num_agents, max(WARM_UP_TOKENS + 64, *(trace.longest for trace in traces)))
         descriptions = {name: peer.description for name, peer in options.peers.items()}
         report = Report(options, traces, rates, GATE_TOKENS, descriptions)
-        gate = _Gate(work.document(40, 900), bool(site.adapters))
+        gate = _Gate(work.document(40, 900), site.agents > 0)
         for name, peer in options.peers.items():
             began = time.monotonic()
-            report.rows += _measure(name, peer, site, report, gate, work)
+            report.rows += _measure(name, peer, site, report, gate)
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     lines = workload_claims.lines(report)
     print("\n" + workload_report.text(report, lines))
@@ -54,16 +54,16 @@ def run(options: WorkloadOptions, rates: MachineRates) -> bool:
     return all(line.passed for line in lines)
 
 
-def _measure(name: str, peer: Peer, site: Site, report: Report, gate: _Gate, work: Workspace) -> list[Row]:
+def _measure(name: str, peer: Peer, site: Site, report: Report, gate: _Gate) -> list[Row]:
     """Rows of one server; one row with the reason where it cannot be measured."""
     if reason := peer.missing():
         return [Row(name, "all", note=f"not available: {reason}")]
     try:
-        with peer.start(site, work.folder / f"{name}.log") as server:
+        with peer.start(site, site.work.folder / f"{name}.log") as server:
             agreed = gate.agreement(server.target)
             if min(agreed) < GATE_AGREE:
                 return [Row(name, "all", gate=agreed, note="not timed: it answers like another model")]
-            _warm_up(server.target, work, report.traces[0].num_agents)
+            _warm_up(server.target, site)
             rows = [_replay(name, trace, server, agreed, report.options.limit_s) for trace in report.traces]
             if name == "peft" and report.options.workload == "fanout" and report.usable(rows[-1]):
                 report.tail_forward_s = _tail_forward(report.traces[-1], server.target)
@@ -132,11 +132,11 @@ def _leading(one: Tokens, other: Tokens) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
-def _warm_up(target: Target, work: Workspace, num_agents: int) -> None:
+def _warm_up(target: Target, site: Site) -> None:
     """A longer prompt for the base model, a short one for every agent; no other request begins like them."""
-    _one(None, work.document(WARM_UP_TOKENS, 901), 4, target)
-    for agent in range(num_agents):
-        _one(agent, work.document(32, 902 + agent), 2, target)
+    _one(None, site.work.document(WARM_UP_TOKENS, 901), 4, target)
+    for agent in range(site.agents):
+        _one(agent, site.work.document(32, 902 + agent), 2, target)
 
 
 def _tail_forward(trace: Trace, target: Target) -> float:

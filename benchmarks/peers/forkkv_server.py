@@ -37,13 +37,13 @@ class ForkKVServer:
         flags = ["--model", str(site.model), "--served-model-name", BASE, "--dtype", "float32"]
         flags += ["--quantization", self.quantization, "--cpu-memory-gib", str(KV_GIB), "--log-level", "warning"]
         flags += ["--enable-forkkv", "--kv-sharing", self.sharing]
-        if site.adapters:
-            modules = [f"{name}={folder}" for name, folder in zip(site.names, site.adapters, strict=True)]
+        if site.agents:
+            modules = [f"{name}={folder}" for name, folder in site.adapters.items()]
             flags += ["--max-loras", str(min(len(modules), _MAX_LORAS)), "--lora-modules", *modules]
-        if 1 < len(site.adapters) <= _TEAM:
-            flags += ["--teams", json.dumps({"team": site.names})]
+        if 1 < site.agents <= _TEAM:
+            flags += ["--teams", json.dumps({"team": list(site.adapters)})]
         with running_server(log, *flags, ready_within=300) as server:
-            target = Target(server.url, by_model(BASE, site.names), site.encode, {"return_token_ids": True})
+            target = Target(server.url, by_model(BASE, list(site.adapters)), site.encode, {"return_token_ids": True})
             yield Running(server, target, lambda: _kv_bytes(server))
 
 

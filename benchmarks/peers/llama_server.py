@@ -92,17 +92,17 @@ class LlamaServer:
         port = free_port()
         folder = _folder() / "gguf"
         model = _convert("convert_hf_to_gguf.py", folder / f"{self.weights}.gguf", self.weights, str(site.model))
-        slots = min(max(1, len(site.adapters)), _MAX_SLOTS)
+        slots = min(max(1, site.agents), _MAX_SLOTS)
         threads = str(psutil.cpu_count(logical=False) or os.cpu_count() or 1)
         command = [str(_binary()), "-m", str(model), "--alias", BASE, "--host", "127.0.0.1", "--port", str(port)]
         command += ["-np", str(slots), "-c", str(slots * (site.longest + 64)), "-t", threads, "-tb", threads]
         command += ["--no-webui", "--lora-init-without-apply"]
-        for adapter in site.adapters:
+        for name, adapter in site.adapters.items():
             source = ["--base", str(site.model), str(adapter)]
-            converted = _convert("convert_lora_to_gguf.py", folder / f"{adapter.name}.gguf", "f32", *source)
+            converted = _convert("convert_lora_to_gguf.py", folder / f"{name}.gguf", "f32", *source)
             command += ["--lora", str(converted)]
         with running(command, port, log, ready_path="/health", ready_within=300) as server:
-            target = Target(server.url, _choose(len(site.adapters), slots), site.encode, {"verbose": True})
+            target = Target(server.url, _choose(site.agents, slots), site.encode, {"verbose": True})
             held = _kv_bytes(log.read_text(errors="replace"))
             yield Running(server, target, lambda: held)
 

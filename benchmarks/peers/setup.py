@@ -19,9 +19,12 @@ SETUPS = {"llama-server": llama_server.set_up, "vllm": vllm_server.set_up}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("peers", nargs="*", choices=[*SETUPS, []], help="those to set up (default: all)")
+    parser.add_argument("peers", nargs="*", help=f"those to set up: {', '.join(SETUPS)} (default: all)")
+    chosen = parser.parse_args().peers or list(SETUPS)
+    if unknown := sorted(set(chosen) - set(SETUPS)):
+        parser.error(f"nothing to set up for {', '.join(unknown)}")
     failed = False
-    for name in parser.parse_args().peers or SETUPS:
+    for name in chosen:
         began = time.monotonic()
         try:
             SETUPS[name]()

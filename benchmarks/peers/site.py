@@ -6,12 +6,13 @@ Everything lies under `$FORKKV_PEERS_DIR` (default `~/.cache/forkkv/peers`) and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from benchmarks.lib.common import Workspace
 from benchmarks.lib.process import Server
@@ -29,20 +30,42 @@ def peers_folder() -> Path:
     return Path(os.environ.get("FORKKV_PEERS_DIR", Path.home() / ".cache/forkkv/peers"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Site:
-    """`model`: folder with config, fp32 safetensors and tokenizer. `adapters`: PEFT folders, by the agent's number.
-    `longest`: most tokens of a prompt with its answer."""
+    """`agents`: number of adapters. `longest`: most tokens of a prompt with its answer. Folders are made when a server
+    first asks for them."""
 
-    folder: Path
-    model: Path
-    adapters: tuple[Path, ...]
+    work: Workspace
+    agents: int
     longest: int
-    encode: Callable[[str], Sequence[int]]
 
-    @property
-    def names(self) -> list[str]:
-        return [folder.name for folder in self.adapters]
+    @functools.cached_property
+    def model(self) -> Path:
+        """Folder in Hugging Face format: config, tokenizer, and fp32 weights as the server's own loader reads them."""
+
+        def fill(part: Path) -> None:
+            model = self.work.transformers_model()
+            model.config.max_position_embeddings = CONTEXT
+            model.config.eos_token_id = model.generation_config.eos_token_id = list(self.work.spec.eos_token_ids)
+            model.save_pretrained(part)
+            self.work.tokenizer.save(part)
+
+        return _made_once(peers_folder() / "model", fill)
+
+    @functools.cached_property
+    def adapters(self) -> dict[str, Path]:
+        """PEFT folders of random adapters, rank 16 on q, k, v and o, strong enough to change an answer's first tokens.
+        In the order of the agents' numbers."""
+
+        def fill(part: Path, number: int) -> None:
+            make_adapter(part, self.work.spec, rank=RANK, targets=ATTENTION, b_std=0.04, seed=1 + number)
+
+        names = [f"agent{i}" for i in range(self.agents)]
+        folder = peers_folder() / "adapters"
+        return {name: _made_once(folder / name, functools.partial(fill, number=i)) for i, name in enumerate(names)}
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self.work.tokenizer.encode(text, add_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,43 +91,10 @@ class Peer(Protocol):
         ...
 
 
-def make_site(work: Workspace, agents: int, longest: int) -> Site:
-    """The site for `agents` adapters; what is not there yet is made (0.6 GB and some seconds for the model)."""
-    folder = peers_folder()
-    model = make_model_folder(work, folder / "model")
-    adapters = tuple(_make_adapter(folder / "adapters" / f"agent{i}", work.spec, i) for i in range(agents))
-    tokenizer = work.tokenizer
-    return Site(folder, model, adapters, longest, lambda text: tokenizer.encode(text, add_special_tokens=False))
-
-
-def make_model_folder(work: Workspace, folder: Path) -> Path:
-    """The small model as a Hugging Face folder in fp32, from the tensors that the server's own loader reads."""
+def _made_once(folder: Path, fill: Callable[[Path], object]) -> Path:
+    """`folder`; if it is not there, filled under another name first, so that it never exists in part."""
     if folder.exists():
         return folder
-
-    def fill(part: Path) -> None:
-        model = work.transformers_model()
-        model.config.max_position_embeddings = CONTEXT
-        model.config.eos_token_id = model.generation_config.eos_token_id = list(work.spec.eos_token_ids)
-        model.save_pretrained(part)
-        work.tokenizer.save(part)
-
-    return _made_whole(folder, fill)
-
-
-def _make_adapter(folder: Path, spec: Any, number: int) -> Path:
-    """A random adapter of rank 16 on q, k, v and o, strong enough to change the first tokens of an answer."""
-    if folder.exists():
-        return folder
-
-    def fill(part: Path) -> None:
-        make_adapter(part, spec, rank=RANK, targets=ATTENTION, b_std=0.04, seed=1 + number)
-
-    return _made_whole(folder, fill)
-
-
-def _made_whole(folder: Path, fill: Callable[[Path], object]) -> Path:
-    """`folder`, filled under another name first, so that it never exists in part."""
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)

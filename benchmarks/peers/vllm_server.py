@@ -71,11 +71,8 @@ class VllmServer:
         command = [str(_environment() / "bin/vllm"), "serve", str(site.model), "--served-model-name", BASE]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--disable-uvicorn-access-log"]
         command += ["--max-model-len", str(site.longest + 64), "--enable-prompt-tokens-details"]
-        if site.adapters:
-            modules = [
-                json.dumps({"name": name, "path": str(folder)})
-                for name, folder in zip(site.names, site.adapters, strict=True)
-            ]
+        if site.agents:
+            modules = [json.dumps({"name": name, "path": str(folder)}) for name, folder in site.adapters.items()]
             command += ["--enable-lora", "--max-lora-rank", str(RANK)]
             command += ["--max-loras", str(min(len(modules), _MAX_LORAS)), "--max-cpu-loras", str(len(modules))]
             command += ["--lora-modules", *modules]
@@ -89,6 +86,6 @@ class VllmServer:
             "PYTHONSAFEPATH": "1",
         }
         with running(command, port, log, ready_path="/health", ready_within=900, environment=environment) as server:
-            target = Target(server.url, by_model(BASE, site.names), site.encode, {"return_token_ids": True})
+            target = Target(server.url, by_model(BASE, list(site.adapters)), site.encode, {"return_token_ids": True})
             usage = f'vllm:kv_cache_usage_perc{{engine="0",model_name="{BASE}"}}'
             yield Running(server, target, lambda: server.metric(usage) * KV_GIB * 2**30)

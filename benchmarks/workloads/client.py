@@ -157,7 +157,9 @@ class _Run:
         outcome.retold = not ids
         answer = tuple(ids or self.target.encode(text))[:max_tokens]
         outcome.token_ids = answer + (_FILL,) * (max_tokens - len(answer))
-        if outcome.output_tokens != max_tokens:
+        if not outcome.first_s:
+            outcome.error = "nothing was streamed"
+        elif outcome.output_tokens != max_tokens:
             outcome.error = f"{outcome.output_tokens} tokens generated, {max_tokens} asked for"
 
     def count_chunk(self, outcome: Outcome, tokens: int) -> None:
