@@ -70,8 +70,8 @@ def _measure(name: str, peer: Peer, site: Site, report: Report, gate: _Gate) -> 
             return rows
     except (RuntimeError, OSError, httpx.HTTPError, psutil.Error) as error:
         traceback.print_exc()
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return [Row(name, "all", note=f"not available: {lines[-1] if lines else error!r}"[:160])]
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        return [Row(name, "all", note=f"not available: {words[-1]}"[:160])]
 
 
 def _replay(name: str, trace: Trace, server: Running, gate: tuple[int, ...], limit_s: float) -> Row:

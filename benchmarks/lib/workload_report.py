@@ -159,7 +159,7 @@ def _plot(report: Report) -> str:
     totals, waits, caches = [], [], []
     for row in report.rows:
         if row.summary is None or row.summary.failed == row.summary.requests:
-            totals.append(bar(row, None, row.note))
+            totals.append(bar(row, None, row.note.split(":")[0]))
             continue
         missing = f" ({row.summary.failed} not answered)" if row.summary.failed else ""
         totals.append(bar(row, row.summary.seconds, f"{row.summary.seconds:.1f}{missing}"))

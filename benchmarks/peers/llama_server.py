@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import psutil
 
 from benchmarks.lib.process import free_port, running
 from benchmarks.peers.site import BASE, Running, Site, peers_folder
 from benchmarks.workloads.client import Target
+from forkkv.models.spec import ModelSpec
 
 VERSION = "0.3.36"
 _MAX_SLOTS = 16
@@ -76,7 +77,8 @@ def _convert(script: str, result: Path, outtype: str, *arguments: str) -> Path:
 @dataclass(frozen=True, slots=True)
 class LlamaServer:
     """Adapters are chosen by `lora` in each request. Every agent keeps a slot of its own where there are at most 16,
-    so that its cache survives the others' requests."""
+    so that its cache survives the others' requests. The prompt cache in RAM is off: it does not tell adapters apart,
+    and a slot would go on from another agent's K and V, with other answers."""
 
     weights: Literal["f32", "q8_0"]
 
@@ -96,14 +98,14 @@ class LlamaServer:
         threads = str(psutil.cpu_count(logical=False) or os.cpu_count() or 1)
         command = [str(_binary()), "-m", str(model), "--alias", BASE, "--host", "127.0.0.1", "--port", str(port)]
         command += ["-np", str(slots), "-c", str(slots * (site.longest + 64)), "-t", threads, "-tb", threads]
-        command += ["--no-webui", "--lora-init-without-apply"]
+        command += ["--no-webui", "--cache-ram", "0", "--lora-init-without-apply"]
         for name, adapter in site.adapters.items():
             source = ["--base", str(site.model), str(adapter)]
             converted = _convert("convert_lora_to_gguf.py", folder / f"{name}.gguf", "f32", *source)
             command += ["--lora", str(converted)]
         with running(command, port, log, ready_path="/health", ready_within=300) as server:
             target = Target(server.url, _choose(site.agents, slots), site.encode, {"verbose": True})
-            held = _kv_bytes(log.read_text(errors="replace"))
+            held = slots * _slot_tokens(server.url) * _kv_bytes_per_token(site.work.spec)
             yield Running(server, target, lambda: held)
 
 
@@ -116,7 +118,12 @@ def _choose(adapters: int, slots: int) -> Callable[[int | None], dict[str, Any]]
     return fields
 
 
-def _kv_bytes(log: str) -> float | None:
-    """Bytes of its K/V buffer, which it allocates whole at its start and tells in its log."""
-    sizes = re.findall(r"KV buffer size\s*=\s*([\d.]+) MiB", log)
-    return sum(map(float, sizes)) * 2**20 if sizes else None
+def _slot_tokens(url: str) -> int:
+    """Tokens for which a slot has room in the K/V buffer, which is allocated whole at the start."""
+    properties = httpx.get(f"{url}/props", timeout=60, trust_env=False, verify=False).json()
+    return int(properties["default_generation_settings"]["n_ctx"])
+
+
+def _kv_bytes_per_token(spec: ModelSpec) -> int:
+    """K and V of all layers in two bytes each."""
+    return 2 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
