@@ -70,7 +70,8 @@ async def replay(trace: Trace, target: Target, limit_s: float = 3600) -> list[Ou
     """Outcomes of all requests of `trace`, in the order in which they were sent. After `limit_s` seconds what runs is
     cut off with an error, and what was not sent is missing."""
     outcomes: list[Outcome] = []
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    # A connection for each request: a kept one may be closed by the server in the moment it is used again.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(limit_s, connect=60)
     async with httpx.AsyncClient(base_url=target.url, timeout=timeout, limits=limits, trust_env=False) as client:
         began = time.perf_counter()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks.lib.machine import MachineRates
+from benchmarks.lib.workload import run
+from benchmarks.lib.workload_options import WorkloadOptions
+from benchmarks.peers.given_server import GivenServer
 from benchmarks.workloads.client import Target, by_lora_name, by_model, replay
-from benchmarks.workloads.scenarios import QUICK, fanout
+from benchmarks.workloads.scenarios import QUICK, Sizes, fanout
 from benchmarks.workloads.trace import Session, Step, Tokens, Trace
 from tests.server.conftest import RealServer
 
@@ -69,3 +75,21 @@ def test_refusals_and_time_limits_become_errors(real: RealServer) -> None:
     long = Trace("long", 3, (Session((Step(0, text(30, 702), 3000),)),))
     (late,) = asyncio.run(replay(long, make_target(real), limit_s=0.3))
     assert late.error == "cut off at the time limit"
+
+
+def test_a_whole_run_against_a_given_server(
+    real: RealServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gate, warm-up, both parts, table, plot and JSON; two runs against one cache would find each other's documents."""
+    given = GivenServer(real.url, ("tiny", "fork1", "fork2"), "lora_name")
+    nobody = GivenServer(real.url, ("tiny", "nobody", "fork2"), "model")
+    sizes = Sizes(agents=2, tokens=128, max_tokens=4, seed=40)
+    options = WorkloadOptions(
+        "fanout", {"given": given, "nobody": nobody}, sizes, 60, tmp_path, quick=True, anyway=False
+    )
+    assert run(options, MachineRates(20.0, 200.0, 2, "a processor", "2.13.0"))
+    table = capsys.readouterr().out
+    assert "8+8 of 8" in table and "112/352" in table and "not available: status 404" in table
+    assert "112/352" in (tmp_path / "table.md").read_text() and "<svg" in (tmp_path / "plot.svg").read_text()
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [len(row["outcomes"]) for row in rows] == [2, 2, 0]
