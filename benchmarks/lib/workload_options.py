@@ -11,7 +11,7 @@ from benchmarks.lib.common import ROOT
 from benchmarks.peers.given_server import GivenServer
 from benchmarks.peers.registry import PEERS, chosen
 from benchmarks.peers.site import Peer
-from benchmarks.workloads.scenarios import DEFAULTS, QUICK, Sizes
+from benchmarks.workloads.scenarios import DEFAULTS, LEAST_TOKENS, QUICK, Sizes
 
 _SIZES = ("agents", "tokens", "max_tokens", "requests", "requests_per_s", "seed")
 
@@ -57,6 +57,8 @@ def parse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Workload
             parser.error("--url needs --names")
         given.setdefault("agents", 0 if args.workload == "plain" else args.names.count(","))
     sizes = replace((QUICK if args.quick else DEFAULTS)[args.workload], **given)
+    if sizes.tokens < (least := LEAST_TOKENS[args.workload]):
+        parser.error(f"--tokens: at least {least}")
     if args.workload == "lragent" and sizes.agents != 3:
         parser.error("--agents: the LRAgent trace has three")
     if args.workload == "plain" and sizes.agents:

@@ -62,7 +62,7 @@ def lragent(sizes: Sizes, text: Text) -> tuple[Trace, ...]:
 def turns(sizes: Sizes, text: Text) -> tuple[Trace, ...]:
     """A team in turns on a growing trajectory: 43 turns, each adds a tool result and a short answer. 96 % of all
     prompt tokens stood in an earlier turn, as in recorded sessions of agents."""
-    grown = sizes.tokens // 50  # the trajectory begins with 7 of 50 parts; with this 96 % are old
+    grown = sizes.tokens // (7 + TURNS - 1)  # with seven parts in the first turn 96 % are old
     added = [7 * grown, *[grown - _TURN_ANSWER] * (TURNS - 1)]
     steps = (Step(i % sizes.agents, text(n, sizes.seed + i), _TURN_ANSWER) for i, n in enumerate(added))
     return (Trace(f"{TURNS} turns", sizes.agents, (Session(tuple(steps)),)),)
@@ -98,6 +98,7 @@ DEFAULTS = {
     "open": Sizes(64, 1000),
     "plain": Sizes(0, 2000, 64),
 }
+LEAST_TOKENS = {"fanout": 16, "lragent": 1936, "turns": 1000, "open": 16, "plain": 16}
 QUICK = {
     "fanout": Sizes(3, 256, 8),
     "lragent": Sizes(3, 1936),

@@ -213,6 +213,7 @@ def test_options() -> None:
         ("--workload", "lragent", "--agents", "2"),
         ("--workload", "plain", "--agents", "2"),
         ("--workload", "fanout", "--agents", "0"),
+        ("--workload", "turns", "--tokens", "400"),
         ("--workload", "fanout", "--peers", "nobody"),
         ("--workload", "fanout", "--url", "http://127.0.0.1:1"),
         ("--workload", "lragent", "--url", "http://127.0.0.1:1", "--names", "b,x"),
