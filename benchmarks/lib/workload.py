@@ -77,6 +77,7 @@ def _measure(name: str, peer: Peer, site: Site, report: Report, gate: _Gate) -> 
 
 
 def _replay(name: str, trace: Trace, server: Running, gate: tuple[int, ...], limit_s: float) -> Row:
+    server.flush()
     own = server.server
     others = None if own is None else _others_cpu_seconds(own)
     began, client = time.monotonic(), time.process_time()

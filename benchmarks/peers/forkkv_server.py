@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import httpx
+
 from benchmarks.lib.process import Server
 from benchmarks.lib.server import running_server
 from benchmarks.peers.site import BASE, KV_GIB, Running, Site
@@ -44,7 +46,7 @@ class ForkKVServer:
             flags += ["--teams", json.dumps({"team": list(site.adapters)})]
         with running_server(log, *flags, ready_within=300) as server:
             target = Target(server.url, by_model(BASE, list(site.adapters)), site.encode, {"return_token_ids": True})
-            yield Running(server, target, lambda: _kv_bytes(server))
+            yield Running(server, target, lambda: _kv_bytes(server), lambda: _flush(server.url))
 
 
 def _kv_bytes(server: Server) -> float:
@@ -55,3 +57,7 @@ def _kv_bytes(server: Server) -> float:
         names.append(f'forkkv_pool_block_bytes{{pool="{pool}"}}')
     values = server.metrics(*names)
     return sum((in_use + cached) * size for in_use, cached, size in (values[:3], values[3:]))
+
+
+def _flush(url: str) -> None:
+    httpx.post(f"{url}/reset_prefix_cache", timeout=60, trust_env=False, verify=False).raise_for_status()

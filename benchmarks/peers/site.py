@@ -71,11 +71,12 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Running:
     """A peer that answers. `server` None: its processes are not ours to watch. `kv_bytes`: bytes that its caches hold
-    now, None if it does not tell."""
+    now, None if it does not tell. `flush` empties them where it can be asked to."""
 
     server: Server | None
     target: Target
     kv_bytes: Callable[[], float | None]
+    flush: Callable[[], object] = lambda: None
 
 
 class Peer(Protocol):
