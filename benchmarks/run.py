@@ -2,6 +2,10 @@
 
     python benchmarks/run.py [--only equality,speed] [--json FILE] [--anyway] [--quick]
 
+With `--workload` instead: one workload over HTTP against this server and its peers, one after another.
+
+    python benchmarks/run.py --workload fanout --agents 8 --tokens 4000 --peers all [--out FOLDER]
+
 Exit status: 0 all lines pass, 1 a line fails or a section broke, 2 something else uses the CPU or wrong arguments.
 """
 
@@ -25,6 +29,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
 
 from benchmarks.lib import machine, report  # noqa: E402
+from benchmarks.lib import workload_options as options  # noqa: E402
 from benchmarks.lib.common import Line, Workspace  # noqa: E402
 
 SECTIONS = ("equality", "sharing", "memory", "speed", "server")
@@ -36,10 +41,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, too")
     parser.add_argument("--anyway", action="store_true", help="measure although something else uses the CPU")
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the benchmark; claims nothing")
+    options.add_arguments(parser)
     args = parser.parse_args()
     chosen = [name.strip() for name in args.only.split(",")]
     if unknown := sorted(set(chosen) - set(SECTIONS)):
         parser.error(f"--only: no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    workload = options.parse(parser, args)
     load, busiest = machine.other_load()
     if load > machine.BUSY_PERCENT and not args.anyway:
         print(
@@ -50,6 +57,10 @@ def main() -> int:
         return 2
     rates = machine.measure_rates()
     print(report.describe(rates), flush=True)
+    if workload is not None:
+        from benchmarks.lib.workload import run
+
+        return 0 if run(workload, rates) else 1
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="forkkv-bench-") as folder:
         lines, loads = run_sections(chosen, Workspace(Path(folder), quick=args.quick))

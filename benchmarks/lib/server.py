@@ -12,9 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import re
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from benchmarks.lib.common import ROOT, Line, Workspace
+from benchmarks.lib.process import Server, free_port, running
 
 SECTION = "server"
 READY_SECONDS = 20.0
@@ -39,64 +36,14 @@ DISCONNECT_SHARE = 0.2
 DOCUMENTS = 24
 
 
-@dataclass
-class Server:
-    """A running server process and its address."""
-
-    process: psutil.Process
-    url: str
-    ready_seconds: float
-
-    def family(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
-
-    def cpu_seconds(self) -> float:
-        return sum(times.user + times.system for times in (process.cpu_times() for process in self.family()))
-
-    def rss(self) -> int:
-        """Bytes resident in all its processes."""
-        return sum(process.memory_info().rss for process in self.family())
-
-    def metric(self, name: str) -> float:
-        """One sample of /metrics by its full name with labels. Raises `RuntimeError` if it is not there."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).text
-        match = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        if match is None:
-            raise RuntimeError(f"{name} is not in /metrics")
-        return float(match[1])
-
-
 @contextlib.contextmanager
 def running_server(log: Path, *flags: str, ready_within: float = 120) -> Iterator[Server]:
     """`python -m forkkv.entrypoints.openai.api_server` with `flags`, ready; ended on the way out. Raises
     `RuntimeError` with its log if it does not get ready within that many seconds."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "forkkv.entrypoints.openai.api_server", "--port", str(port), *flags]
-    url = f"http://127.0.0.1:{port}"
-    began = time.monotonic()
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
-    try:
-        while not _is_ready(url):
-            if process.poll() is not None or time.monotonic() - began > ready_within:
-                raise RuntimeError(f"the server did not get ready:\n{log.read_text()[-4000:]}")
-            time.sleep(0.02)
-        yield Server(psutil.Process(process.pid), url, time.monotonic() - began)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=5, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
+    with running(command, port, log, ready_path="/ready", ready_within=ready_within) as server:
+        yield server
 
 
 def run(work: Workspace) -> list[Line]:
