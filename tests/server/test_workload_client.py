@@ -42,7 +42,8 @@ def test_fanout_shares_and_is_counted(real: RealServer) -> None:
         assert [outcome.error for outcome in outcomes] == [None] * 3
         for outcome in outcomes:
             assert outcome.prompt_tokens == 208 and outcome.output_tokens == len(outcome.token_ids) == 8
-            assert outcome.sent_s < outcome.first_s <= outcome.last_s and len(outcome.gaps_s) == 7
+            # The first chunk may hold several tokens, which have no gap between them.
+            assert outcome.sent_s < outcome.first_s <= outcome.last_s and 1 <= len(outcome.gaps_s) <= 7
             assert sum(outcome.gaps_s) == pytest.approx(outcome.last_s - outcome.first_s)
         cached = [outcome.cached_tokens for outcome in outcomes]
         assert sorted(cached, key=lambda tokens: tokens or 0) == [0, 144, 144]
