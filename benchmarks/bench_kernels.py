@@ -3,7 +3,7 @@
     python benchmarks/bench_kernels.py [--backend NAME] [--only-claims] [--json FILE] [--anyway] [--quick]
 
 Floors are max(bytes / bandwidth, flops / matmul rate), bytes and flops counted from the plan (`lib/roofline.py`), both
-rates measured in this run. Exit status: 0 all lines pass, 1 a line fails, 2 something else uses the CPU.
+rates measured in every round. Exit status: 0 all lines pass, 1 a line fails, 2 something else uses the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ os.environ.update({name: value for name, value in THREAD_ENVIRONMENT.items() if 
 import torch  # noqa: E402
 
 from benchmarks.lib import kernels, machine, report  # noqa: E402
-from benchmarks.lib.rates import cpu_rates  # noqa: E402
+from benchmarks.lib.rates import CpuCeilings  # noqa: E402
 from forkkv.executor.device import use_physical_cores  # noqa: E402
 
 
@@ -50,16 +50,15 @@ def main() -> int:
     with torch.inference_mode():
         measured = machine.measure_rates(use_physical_cores())
         print(report.describe(measured), flush=True)
-        rates = cpu_rates()
-        print(f"floors from {rates.bytes_per_s / 1e9:.1f} GB/s and {rates.flop_per_s / 1e9:.0f} GFLOP/s", flush=True)
-        bench = kernels.Bench(kernels.QUICK if args.quick else kernels.Sizes(), rates, args.backend, args.beside)
+        sizes = kernels.QUICK if args.quick else kernels.Sizes()
+        bench = kernels.Bench(sizes, CpuCeilings(), args.backend, args.beside)
         lines, cases = kernels.run(bench, only_claims=args.only_claims)
     after, busiest = machine.other_load()
     if after > machine.BUSY_PERCENT:
         print(
             f"warning: at the end other processes used {after:.0f} % of a core, most of it {busiest}", file=sys.stderr
         )
-    print("\n" + kernels.table(cases, rates, bench.name, bench.beside))
+    print("\n" + kernels.table(cases, bench.name, bench.beside))
     print("\n" + report.table(lines))
     if args.json is not None:
         notes = {
@@ -67,7 +66,6 @@ def main() -> int:
             "quick": args.quick,
             "seconds": round(time.monotonic() - began, 1),
             "other_load_percent": [round(load, 1), round(after, 1)],
-            "bytes_per_s": rates.bytes_per_s,
             "cases": [kernels.as_dict(case) for case in cases],
         }
         report.write_json(args.json, measured, lines, notes)

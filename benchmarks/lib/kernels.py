@@ -2,13 +2,15 @@
 
 Caches of all layers are run through in rotation, as a model does, so that no layer's K and V are still in a core's
 cache when they are read again. Contenders take turns: each round runs every one of them once, and ratios are medians
-of the rounds' ratios. A step is the backend's `plan` and `run` in every layer.
+of the rounds' ratios. What the floor's rates are measured by takes part, so that a moment in which the whole machine is
+slow says as much as any other. A step is the backend's `plan` and `run` in every layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from benchmarks.lib.cards import Rates
 from benchmarks.lib.common import Line, median
@@ -16,6 +18,7 @@ from benchmarks.lib.problem import PrivateCaches, Problem
 from benchmarks.lib.roofline import Work, attention_work
 from benchmarks.lib.steps import SHAPES, Step, decode_step, prefill_step
 from benchmarks.lib.text import columns
+from benchmarks.lib.timing import Step as TimedStep
 from benchmarks.lib.timing import Times, seconds_of, take_turns
 
 SECTION = "kernels"
@@ -34,31 +37,50 @@ class Sizes:
     context: int = CONTEXT
     private: int = PRIVATE
     layers: int = 30
-    rounds: int = 9
+    rounds: int = 15
 
 
 QUICK = Sizes(context=256, private=16, layers=2, rounds=3)
 
 
+class Ceilings(Protocol):
+    """The machine's rates: steps to be timed, and what their seconds say. See `CpuCeilings`."""
+
+    steps: dict[str, TimedStep]
+
+    def rates(self, seconds: Mapping[str, float]) -> Rates: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table: what was run, its work, and the times."""
+    """One row of the table: what was run, its work, the times, and the rates of each round."""
 
     name: str
     work: Work
     times: Times
     plan_s: float
-    floor_s: float
+    rates: tuple[Rates, ...]
+
+    @property
+    def floor_s(self) -> float:
+        return median([self.work.floor(rates) for rates in self.rates])
+
+    @property
+    def is_set_by_memory(self) -> bool:
+        """Whether it is bytes, and not products, that set the floor in most rounds."""
+        return median([self.work.total_bytes / rates.bytes_per_s / self.work.floor(rates) for rates in self.rates]) >= 1
 
     def over_floor(self, contender: str) -> float:
-        return self.times.median(contender) / self.floor_s
+        """Median over the rounds of the time over that round's floor."""
+        pairs = zip(self.times.seconds[contender], self.rates, strict=True)
+        return median([seconds / self.work.floor(rates) for seconds, rates in pairs])
 
 
 class Bench:
     """Cases on the small model's shape in fp32. `backend` is measured, `beside` (None: nothing) runs beside it."""
 
-    def __init__(self, sizes: Sizes, rates: Rates, backend: str | None, beside: str | None) -> None:
-        self.sizes, self.rates, self.spec = sizes, rates, SHAPES["smollm2-135m"]
+    def __init__(self, sizes: Sizes, ceilings: Ceilings, backend: str | None, beside: str | None) -> None:
+        self.sizes, self.ceilings, self.spec = sizes, ceilings, SHAPES["smollm2-135m"]
         self.backend, self.beside = backend, beside
         self.name = self._problem(decode_step(1, 0, 16, rank=0), layers=1).backend.name
         self.beside = None if beside == self.name else beside
@@ -78,11 +100,16 @@ class Bench:
             caches = PrivateCaches(self.spec, agents, private, layers=few)
             caches.choose_faster()
             contenders["private"] = (caches.run_step, few)
+        contenders |= {step: (action, 1) for step, action in self.ceilings.steps.items()}
         times = take_turns(contenders, self.sizes.rounds)
+        rates = [
+            self.ceilings.rates({step: times.seconds[step][i] for step in self.ceilings.steps})
+            for i in range(self.sizes.rounds)
+        ]
         plan = median([seconds_of(problem.plan) for _ in range(self.sizes.rounds)])
         rows = list(range(problem.batch.host.num_rows))
         work = attention_work(problem.batch, self.spec, rows, problem.dtype.itemsize)
-        return Case(name, work, times, plan, work.floor(self.rates))
+        return Case(name, work, times, plan, tuple(rates))
 
     def base_only(self) -> Case:
         """One base row, all of its context in base blocks."""
@@ -158,12 +185,12 @@ def _private_line(case: Case, backend: str) -> Line:
     )
 
 
-def table(cases: list[Case], rates: Rates, backend: str, beside: str | None) -> str:
+def table(cases: list[Case], backend: str, beside: str | None) -> str:
     """All cases: time of a layer, its floor and what sets it, the plan, and what ran beside it."""
     head = ["case, ms a layer", backend, "floor", "set by", "over floor", "plan a step"]
     rows = []
     for case in cases:
-        by = "memory" if case.work.total_bytes / rates.bytes_per_s >= case.floor_s else "products"
+        by = "memory" if case.is_set_by_memory else "products"
         row = [case.name, _ms(case.times.median(backend)), _ms(case.floor_s), by]
         row += [f"{case.over_floor(backend):.2f}x", _ms(case.plan_s)]
         for other in filter(None, (beside, "private")):

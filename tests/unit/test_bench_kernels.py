@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from benchmarks.lib import kernels
 from benchmarks.lib.cards import Rates
 from benchmarks.lib.problem import PrivateCaches, Problem
+from benchmarks.lib.rates import CpuCeilings
+from benchmarks.lib.roofline import Work
 from benchmarks.lib.steps import SHAPES, decode_step, prefill_step
-from benchmarks.lib.timing import Times
+from benchmarks.lib.timing import Step, Times
 
 SPEC = SHAPES["tiny"]
 SIZES = kernels.Sizes(context=64, private=8, layers=1, rounds=2)
@@ -51,19 +54,37 @@ def test_private_caches_attend_to_all_tokens_both_ways() -> None:
     torch.testing.assert_close(caches._grouped_heads(0), expected)
 
 
+class Fixed:
+    """A machine whose rates are known."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.steps: dict[str, Step] = {}
+        self._rates = rates
+
+    def rates(self, seconds: Mapping[str, float]) -> Rates:
+        return self._rates
+
+
+def test_a_slow_moment_of_the_machine_changes_no_ratio() -> None:
+    ceilings = CpuCeilings(num_bytes=1 << 12, size=8)
+    calm, slow = (ceilings.rates({"copy": s, "read": s, "product": s}) for s in (1.0, 3.0))
+    case = kernels.Case("any", Work({"k": 1000}, {}), Times({"x": [2.0, 6.0, 2.0]}), 0.0, (calm, slow, calm))
+    assert case.over_floor("x") == pytest.approx(2.0 / case.floor_s) and case.is_set_by_memory
+
+
 def test_lines_compare_with_floor_and_private_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "smollm2-135m", SPEC)
     slow = Rates("slower than anything", 1e3, 1e3)
-    lines, cases = kernels.run(kernels.Bench(SIZES, slow, "torch", "reference"), only_claims=True)
+    lines, cases = kernels.run(kernels.Bench(SIZES, Fixed(slow), "torch", "reference"), only_claims=True)
     assert [line.passed for line in lines[:2]] == [True, True]
     assert all("private" in case.times.seconds for case in cases[1:])
     assert set(cases[0].times.seconds) == {"torch", "reference"}
     fast = replace(slow, bytes_per_s=1e15, flop_per_s=1e18)
-    lines, cases = kernels.run(kernels.Bench(SIZES, fast, "torch", None), only_claims=True)
+    lines, cases = kernels.run(kernels.Bench(SIZES, Fixed(fast), "torch", None), only_claims=True)
     assert [line.passed for line in lines[:2]] == [False, False]
     grouped = cases[1]
     assert lines[2].passed == (grouped.times.ratio("private", "torch") >= 1)
-    assert "8 agents" in kernels.table(cases, fast, "torch", None)
+    assert "8 agents" in kernels.table(cases, "torch", None)
 
 
 def test_ratios_are_medians_of_pairs() -> None:

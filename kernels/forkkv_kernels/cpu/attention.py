@@ -28,7 +28,7 @@ from numba.extending import intrinsic
 from forkkv_kernels.cpu import jit  # noqa: F401  configures Numba
 from forkkv_kernels.cpu import parameters as P
 from forkkv_kernels.cpu.codegen import FLOATS, INT32S, INT64S, Emitter
-from forkkv_kernels.cpu.microkernels import expand_and_score, mix_values, score_tile, soften, turn
+from forkkv_kernels.cpu.microkernels import FUSED, expand_and_score, mix_values, score_rows, score_tile, soften, turn
 from forkkv_kernels.cpu.plan import (
     CHUNK,
     ENTRY_LIMIT,
@@ -206,12 +206,12 @@ def _norm_factors(p, slots, rows, h, out):
 def _turn_base(p, item, ahead, step, slots, out):
     """Base keys of one tile, turned: [Hkv, D, TILE]. Meanwhile asks for `step` tokens from `ahead` on per column."""
     k_cache, width = _floats(p, P.K_CACHE), p[P.KV_HEADS] * p[P.DIM]
-    for c in range(0, width, COLUMNS):
-        if step > 0:
-            _prefetch_tokens(p, item, ahead, step)
-            ahead += step
-        turn(k_cache, slots, 0, width, c, out, c * TILE)
-        turn(k_cache, slots, _HALF, width, c, out, c * TILE + _HALF)
+    for half in range(0, TILE, _HALF):
+        for c in range(0, width, COLUMNS):
+            if step > 0 and half == 0:
+                _prefetch_tokens(p, item, ahead, step)
+                ahead += step
+            turn(k_cache, slots, half, width, c, out, c * TILE + half)
 
 
 @njit
@@ -277,6 +277,20 @@ def _expands(p, item, position):
 
 
 @njit
+def _score_from_cache(p, item, at, thread):
+    """`_score` for an item of few queries without keys of its own, half a tile of all heads at a time."""
+    kv_heads, dim, count = p[P.KV_HEADS], p[P.DIM], item[ITEM_ENTRIES] * p[P.PER_KV]
+    queries, scores = _memory(p, P.QUERIES_AT, thread), _memory(p, P.SCORES_AT, thread)
+    slots, k_cache = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE] + at), _floats(p, P.K_CACHE)
+    for half in range(0, TILE, _HALF):
+        for h in range(kv_heads):
+            out = h * count * CHUNK + at + half
+            score_rows(
+                dim, k_cache, slots, half, kv_heads * dim, h * dim, queries, h * count * dim, count, scores, out, CHUNK
+            )  # fmt: skip
+
+
+@njit
 def _score(p, item, position, at, thread):
     """Scores of all queries of an item with the tile from `position`, into columns `at` of [Hkv, queries, CHUNK]. Head
     by head, so that the head's base keys stay in the first cache for all runs."""
@@ -288,7 +302,11 @@ def _score(p, item, position, at, thread):
     columns = kv_heads * dim // COLUMNS
     parts = item[ITEM_RUNS] * kv_heads + columns
     ahead, step = position + TILE, 0
-    if _expands(p, item, position):
+    expands = _expands(p, item, position)
+    if not expands and item[ITEM_ENTRIES] * per_kv <= FUSED:
+        _score_from_cache(p, item, at, thread)
+        return
+    if expands:
         step = (TILE + parts - 1) // parts
         _copy_rotation(p, position, _memory(p, P.ROPE_AT, thread))
     _turn_base(p, item, ahead, step, slots, base)

@@ -115,6 +115,19 @@ class Emitter:
             span //= 2
         return self.builder.extract_element(vector, ir.Constant(I32, 0))
 
+    def fold(self, vectors: Sequence[ir.Value], span: int) -> ir.Value:
+        """A power of two of vectors -> one: element i sums up vector number `i // span % len(vectors)`, over the
+        elements that differ from i in these binary digits only. From span 1 on, 16 vectors in several calls, each
+        element so becomes the sum of one vector."""
+        row = list(vectors)
+        while len(row) > 1:
+            low = [i if not i & span else WIDTH + i - span for i in range(WIDTH)]
+            high = [i + span if not i & span else WIDTH + i for i in range(WIDTH)]
+            pairs = zip(row[::2], row[1::2], strict=True)
+            row = [self.builder.fadd(self.permute(a, b, low), self.permute(a, b, high)) for a, b in pairs]
+            span *= 2
+        return row[0]
+
     def permute(self, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
         """Element i is element `lanes[i]` of a and b laid end to end."""
         return self.builder.shuffle_vector(a, b, ir.Constant(INTS, list(lanes)))

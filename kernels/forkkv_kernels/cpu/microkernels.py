@@ -23,6 +23,8 @@ TILE = 32
 """Tokens in a tile."""
 FUSED = 4
 """Queries whose scores are added up while keys are expanded: 8 accumulators beside the 16 of the expansion."""
+_ROWS = 4
+"""Tokens that queries are multiplied with at a time where keys are not turned."""
 PAIRS = 4
 """Rotation pairs (dimensions i and i + D / 2) that one pass of the expansion completes."""
 _VECTORS = TILE // WIDTH
@@ -213,6 +215,63 @@ def _score_tile(
     return types.void(ints, FLOATS, ints, FLOATS, ints, ints, FLOATS, ints, ints), generate
 
 
+@intrinsic
+def _score_rows(
+    typingctx: Any,
+    dim: Any,
+    source: Any,
+    rows: Any,
+    first: Any,
+    size: Any,
+    shift: Any,
+    q: Any,
+    q_at: Any,
+    count: Any,
+    out: Any,
+    out_at: Any,
+    out_stride: Any,
+) -> Any:
+    """Scores of up to FUSED queries with 16 tokens, straight from the cache: the key of token t, `dim` floats, begins at
+    `rows[first + t] * size + shift`. For so few queries turning keys costs more than adding up their products.
+
+    Queries and scores as in `_score_tile`.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        emit = Emitter(builder)
+        for queries in range(1, FUSED + 1):
+            with builder.if_then(builder.icmp_signed("==", args[8], emit.const(queries))):
+                for i, scores in enumerate(_dots(emit, args, queries)):
+                    to = builder.add(args[10], builder.mul(emit.const(i), args[11]))
+                    emit.store(scores, args[9], to)
+        return context.get_dummy_value()
+
+    ints = types.int64
+    signature = types.void(ints, FLOATS, INT64S, ints, ints, ints, FLOATS, ints, ints, FLOATS, ints, ints)
+    return signature, generate
+
+
+def _dots(emit: Emitter, args: list[ir.Value], queries: int) -> list[ir.Value]:
+    """For each query its products with the 16 tokens, as a vector. Arguments of `_score_rows`."""
+    builder = emit.builder
+    begins = [builder.add(args[7], builder.mul(emit.const(i), args[0])) for i in range(queries)]
+    found: list[list[ir.Value]] = [[] for _ in range(queries)]
+    for group in range(0, WIDTH, _ROWS):
+        rows = [emit.scalar(args[2], args[3], group + r) for r in range(_ROWS)]
+        rows = [builder.add(builder.mul(row, args[4]), args[5]) for row in rows]
+        sums = emit.variables([emit.fixed(0.0)] * (queries * _ROWS))
+        with emit.loop(args[0], WIDTH) as d:
+            keys = [emit.load(args[1], row, d) for row in rows]
+            for i, begin in enumerate(begins):
+                query = emit.load(args[6], begin, d)
+                for r, key in enumerate(keys):
+                    place = sums[i * _ROWS + r]
+                    place.set(emit.fma(query, key, place.get()))
+        for i in range(queries):
+            found[i].append(emit.fold([place.get() for place in sums[i * _ROWS : (i + 1) * _ROWS]], 1))
+    return [emit.fold(parts, _ROWS) for parts in found]
+
+
 def _emit_scores(
     emit: Emitter,
     dim: ir.Value,
@@ -396,4 +455,4 @@ def _function(code: Any) -> Any:
 
 
 turn, expand_and_score, score_tile = _function(_turn), _function(_expand_and_score), _function(_score_tile)
-soften, mix_values = _function(_soften), _function(_mix_values)
+score_rows, soften, mix_values = _function(_score_rows), _function(_soften), _function(_mix_values)

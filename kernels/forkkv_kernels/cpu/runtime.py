@@ -126,7 +126,7 @@ class CpuAttention:
         self._scale[0] = scale
         block[P.NEXT_THREAD] = block[P.NEXT_ITEM] = block[P.NEXT_TOKEN] = 0
         self._attend(block, self.threads)
-        self._finish(block, self.threads)
+        self._finish(block, min(self.threads, block[P.NUM_TOKENS]))
 
     def _set(self, **values: int | Tensor | np.ndarray) -> None:
         """Write sizes and addresses into the parameter block."""
