@@ -231,8 +231,8 @@ def _score_rows(
     out_at: Any,
     out_stride: Any,
 ) -> Any:
-    """Scores of up to FUSED queries with 16 tokens, straight from the cache: the key of token t, `dim` floats, begins at
-    `rows[first + t] * size + shift`. For so few queries turning keys costs more than adding up their products.
+    """Scores of up to FUSED queries with 16 tokens, straight from the cache: the key of token t, `dim` floats, begins
+    at `rows[first + t] * size + shift`. For so few queries turning keys costs more than adding up their products.
 
     Queries and scores as in `_score_tile`.
     """
