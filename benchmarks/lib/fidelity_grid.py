@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.lib.fidelity_data import MAX_ANSWER_TOKENS, Item
-from benchmarks.lib.fidelity_run import WITHOUT_WRITERS, Pace, TeamRunner
+from benchmarks.lib.fidelity_run import Pace, TeamRunner
 from benchmarks.lib.forcing import Track
+from forkkv.sharing import CONTROLS
 from forkkv.types import KVSharing
 
 CALIBRATION_TOKENS = 12
@@ -70,7 +71,7 @@ def work_of(items: Sequence[Item], mode: KVSharing, *, fork_tail: int) -> Work:
     for _, group in itertools.groupby(items, key=lambda item: item.document):
         lengths = [len(item.prompt) for item in group]
         saved = 0 if mode in RECOMPUTING else (len(lengths) - 1) * max(0, min(lengths) - fork_tail)
-        written = 0 if mode in WITHOUT_WRITERS else 2 * max(lengths)
+        written = 2 * max(lengths) if mode in CONTROLS else 0
         prefill += sum(lengths) - saved + written
     decode = sum(len(item.answer) + 1 if item.answer is not None else MAX_ANSWER_TOKENS for item in items)
     return Work(prefill, decode)

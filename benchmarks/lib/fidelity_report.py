@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 from benchmarks.lib import text
 from benchmarks.lib.fidelity_stats import (
@@ -16,16 +15,14 @@ from benchmarks.lib.fidelity_stats import (
     PLAIN_PRIVATE,
     Cell,
     CellFigures,
-    Interval,
     Record,
     by_cell,
     figures,
     verdicts,
 )
+from benchmarks.lib.svg import Bar, bar_charts
 
 HEAD = ("length", "adapters", "mode", "answers", "right", "KL per token", "top-1", "prompt shared")
-COLORS = ("#4063a6", "#d98032", "#5a9e5a", "#b04a5a", "#7d62a8", "#8a8a8a")
-_BAR, _GAP, _PANEL, _LEFT, _TOP = 24, 26, 180, 44, 34
 
 
 def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -95,64 +92,12 @@ def write(stem: Path, records: Sequence[Record], notes: Mapping[str, Any]) -> No
 
 
 def bars(records: Sequence[Record]) -> str:
-    """SVG: right answers with their intervals, a panel a length, a group a team, a bar a mode."""
-    cells = {cell: figures(group).exact for cell, group in by_cell(records).items()}
-    modes = list(dict.fromkeys(cell.mode for cell in cells))
-    panels = list(dict.fromkeys(cell.length for cell in cells))
-    widths = [_panel_width([cell for cell in cells if cell.length == length]) for length in panels]
-    width, height = _LEFT + sum(widths) + 120, _TOP + _PANEL + 40
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="11" fill="#444">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for tick in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-        y = _y(tick)
-        out.append(f'<line x1="{_LEFT}" x2="{width - 110}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        out.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:.1f}</text>')
-    left = _LEFT
-    for length, panel_width in zip(panels, widths, strict=True):
-        out += _panel(left, length, {cell: found for cell, found in cells.items() if cell.length == length}, modes)
-        left += panel_width
-    for index, mode in enumerate(modes):
-        y = _TOP + 18 * index
-        out.append(f'<rect x="{width - 100}" y="{y}" width="11" height="11" fill="{_color(index)}"/>')
-        out.append(f'<text x="{width - 84}" y="{y + 10}">{escape(mode)}</text>')
-    return "\n".join([*out, "</svg>"]) + "\n"
-
-
-def _panel_width(cells: Sequence[Cell]) -> int:
-    return _BAR * len(cells) + _GAP * (len({cell.team for cell in cells}) + 1)
-
-
-def _panel(left: int, length: str, cells: Mapping[Cell, Interval], modes: Sequence[str]) -> list[str]:
-    title = f"{int(length):,} tokens" if length.isdigit() else length
-    out = [f'<text x="{left + _GAP}" y="{_TOP - 14}" font-weight="bold">{escape(title)}</text>']
-    x = left
-    for team in dict.fromkeys(cell.team for cell in cells):
-        x += _GAP
-        begin = x
-        for cell, found in cells.items():
-            if cell.team == team:
-                out += _bar(x, found, _color(modes.index(cell.mode)))
-                x += _BAR
-        middle, y = (begin + x) / 2, _TOP + _PANEL + 18
-        out.append(f'<text x="{middle:.1f}" y="{y}" text-anchor="middle">{escape(team)}</text>')
-    return out
-
-
-def _bar(x: int, found: Interval, color: str) -> list[str]:
-    top, low, high, middle = _y(found.value), _y(found.low), _y(found.high), x + (_BAR - 4) / 2
-    height = _TOP + _PANEL - top
-    return [
-        f'<rect x="{x}" y="{top:.1f}" width="{_BAR - 4}" height="{height:.1f}" fill="{color}"/>',
-        f'<line x1="{middle:.1f}" x2="{middle:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="#222"/>',
-    ]
-
-
-def _y(share: float) -> float:
-    return _TOP + _PANEL * (1 - share)
-
-
-def _color(index: int) -> str:
-    return COLORS[index % len(COLORS)]
+    """SVG: right answers with their intervals, a chart a length, a bar a cell; references are the strong ones."""
+    charts: dict[str, list[Bar]] = {}
+    for cell, group in by_cell(records).items():
+        found = figures(group)
+        right, label = found.exact, f"{cell.team} under {cell.mode}"
+        name = f"{int(cell.length):,} tokens" if cell.length.isdigit() else cell.length
+        bar = Bar(label, right.value, right.text(), found.is_reference, (right.low, right.high))
+        charts.setdefault(name, []).append(bar)
+    return bar_charts("Right answers", list(charts.items()))

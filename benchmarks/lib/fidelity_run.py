@@ -15,13 +15,11 @@ from benchmarks.lib.fidelity_stats import Record
 from benchmarks.lib.forcing import ForcingExecutor, Track
 from forkkv.config import EngineConfig, LoRAConfig, LoRAModule
 from forkkv.engine.core import EngineCore
-from forkkv.errors import ConfigError
+from forkkv.sharing import CONTROLS
 from forkkv.types import AdapterKind, EngineRequest, KVSharing, SamplingParams, StepStats
 
 REFERENCE: dict[AdapterKind, KVSharing] = {"plain": "none", "fork": "fork", "alora": "none"}
 """The mode in which the server computes exactly what an adapter of this kind is defined as."""
-WITHOUT_WRITERS: frozenset[str] = frozenset({"none", "fork"})
-"""Modes in which an answer does not depend on who came first."""
 MAX_NUM_SEQS = 32
 REFERENCE_BYTES = 512 << 20
 """Log-probs that are kept at a time."""
@@ -79,7 +77,7 @@ class TeamRunner:
         return REFERENCE[kinds.pop()]
 
     def core(self, mode: KVSharing) -> EngineCore:
-        """A new engine with empty caches. Raises `ConfigError` if the mode does not take these adapters."""
+        """A new engine with empty caches."""
         scheduler = replace(self.config.scheduler, kv_sharing=mode)
         return EngineCore(replace(self.config, scheduler=scheduler), self.executor)
 
@@ -120,16 +118,12 @@ class TeamRunner:
         return [] if item.answer is None else [*item.answer, self.executor.eos_token_ids[0]]
 
     def refusal(self, mode: KVSharing) -> str | None:
-        """Why the team cannot run in `mode`; None if it can."""
-        if mode not in WITHOUT_WRITERS:
+        """Why the team is not run in `mode`; None if it is."""
+        if mode in CONTROLS:
             if len(self.team.adapters) < 2:
                 return "nobody else in the team writes the prefix"
             if any(meta.kind == "alora" for meta in self.executor.adapters):
                 return "aLoRA reads base-written blocks alone, so this is its fork"
-        try:
-            self.core(mode)
-        except ConfigError as error:
-            return str(error)
         return None
 
     def _run(self, mode: KVSharing, items: Sequence[Item], tracks: Sequence[Track]) -> None:
@@ -137,7 +131,7 @@ class TeamRunner:
         Mutates the tracks."""
         core = self.core(mode)
         salts = [""] * len(items)
-        if mode not in WITHOUT_WRITERS:
+        if mode in CONTROLS:
             salts = [self.writer_of(item.agent) for item in items]
             pairs = list(zip(items, salts, strict=True))
             written = {(item.document, salt): writing(items, item, salt) for item, salt in pairs}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from forkkv.config import EngineConfig
+from forkkv.executor.compare import kl_divergence
 from forkkv.executor.uniproc import UniprocExecutor
 from forkkv.types import StepPlan, StepResult
 
@@ -52,13 +53,8 @@ class Track:
         if self.reference is None:
             self.logprobs.append(row.clone())
         else:
-            self.kl.append(divergence(self.reference[position], row))
+            self.kl.append(float(kl_divergence(self.reference[position], row)))
         return self.answer[position] if position < len(self.answer) else best
-
-
-def divergence(reference: Tensor, other: Tensor) -> float:
-    """KL(reference || other) in nats of two rows of log-probs [vocab]; rounding below zero is cut off."""
-    return max(0.0, float((reference.exp() * (reference - other)).sum()))
 
 
 class ForcingExecutor(UniprocExecutor):

@@ -24,6 +24,7 @@ from forkkv.attention.batch import ForwardBatch
 from forkkv.attention.registry import select_backend
 from forkkv.executor.batch_builder import build_batch
 from forkkv.executor.cache import PagedCache
+from forkkv.executor.compare import kl_divergence
 from forkkv.executor.table import RequestTable
 from forkkv.kvcache.spec import CacheSpec
 from forkkv.lora.weights import AdapterWeights
@@ -134,7 +135,7 @@ def kl_lines(exact: Model, quantized: Model, texts: dict[str, list[int]]) -> lis
             (sequence,) = model.start([text])
             both.append(model.all_logits([(sequence, 0, len(text))]).double().log_softmax(-1))
         true, mine = both
-        kl = (true.exp() * (true - mine)).sum(-1)
+        kl = kl_divergence(true, mine)
         same = (true.argmax(-1) == mine.argmax(-1)).float().mean().item()
         mean = kl.mean().item()
         shown = f"{mean:.4f} (99 %: {kl.quantile(0.99):.3f}; best token the same {same:.1%}, {len(text)} tokens)"

@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import torch
 
-COPY_BYTES = 512 << 20
-MATMUL_SIZE = 2048
+from benchmarks.lib.rates import CpuCeilings
+from benchmarks.lib.timing import seconds_of
+
 BUSY_PERCENT = 10.0
 
 
@@ -35,22 +36,12 @@ def measure_rates(threads: int = 2, repeats: int = 5) -> MachineRates:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        source = torch.ones(COPY_BYTES // 4)
-        target = torch.empty_like(source)
-        a, b = torch.rand(2, MATMUL_SIZE, MATMUL_SIZE)
-        product = torch.empty_like(a)
-        copy = min(_seconds(lambda: target.copy_(source)) for _ in range(repeats))
-        matmul = min(_seconds(lambda: torch.mm(a, b, out=product)) for _ in range(repeats))
+        ceilings = CpuCeilings()
+        copy, product = (min(seconds_of(ceilings.steps[name]) for _ in range(repeats)) for name in ("copy", "product"))
     finally:
         torch.set_num_threads(before)
-    gflop = 2 * MATMUL_SIZE**3 / 1e9
-    return MachineRates(2 * COPY_BYTES / copy / 1e9, gflop / matmul, threads, processor(), torch.__version__)
-
-
-def _seconds(action: Any) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
+    copied, multiplied = 2 * ceilings.num_bytes / copy, 2 * ceilings.size**3 / product
+    return MachineRates(copied / 1e9, multiplied / 1e9, threads, processor(), torch.__version__)
 
 
 def processor() -> str:

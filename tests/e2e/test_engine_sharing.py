@@ -7,28 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from forkkv.config import CacheConfig, EngineConfig, LoRAConfig, LoRAModule, ModelConfig, SchedulerConfig
 from forkkv.engine.core import EngineCore
 from forkkv.executor.uniproc import UniprocExecutor
 from forkkv.types import KVSharing, StepPlan, StepResult
 from tests.e2e.harness import Ask, LayerTokens, engine_request, run_all
+from tests.e2e.tiny import BLOCK, random_tokens
 from tests.models.factory import ATTENTION, make_adapter, make_model
 
-BLOCK = 16
 RANKS = {"extract": 8, "sql": 24, "audit": 16}
-
-
-def _random(count: int, seed: int) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(int(token) for token in torch.randint(3, 500, (count,), generator=generator))
-
-
-DOCUMENT = _random(400, 1)
+DOCUMENT = random_tokens(400, 1)
 FORK = len(DOCUMENT) // BLOCK * BLOCK
 AGENTS = tuple(
-    Ask(name, (*DOCUMENT, *_random(20 + 3 * i, 2 + i)), name, fork_at=FORK, max_tokens=8)
+    Ask(name, (*DOCUMENT, *random_tokens(20 + 3 * i, 2 + i)), name, fork_at=FORK, max_tokens=8)
     for i, name in enumerate(RANKS)
 )
 SUFFIXES = sum(len(ask.prompt) - FORK for ask in AGENTS)
@@ -118,7 +110,7 @@ def test_agents_that_arrive_one_step_apart(core: EngineCore, entered: LayerToken
 def test_the_base_model_reads_what_agents_computed_and_the_other_way_round(
     core: EngineCore, entered: LayerTokens
 ) -> None:
-    base = Ask("base", (*DOCUMENT, *_random(30, 9)), max_tokens=1)
+    base = Ask("base", (*DOCUMENT, *random_tokens(30, 9)), max_tokens=1)
     run_all(core, [AGENTS[0]])
     entered.reset()
     run_all(core, [base])

@@ -14,19 +14,20 @@ from benchmarks.lib.fidelity_run import TeamRunner
 from benchmarks.lib.fidelity_stats import Record
 from forkkv.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tests.e2e.harness import Ask, KnownAdapter, Reference, run_all
+from tests.e2e.tiny import random_tokens
 from tests.models.factory import ATTENTION, make_adapter, make_model
 
 AGENTS = ("one", "two")
 TAIL = 24
-
-
-def _random(count: int, seed: int) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(int(token) for token in torch.randint(3, 500, (count,), generator=generator))
-
-
 ITEMS = [
-    Item(str(document), str(document), agent, (*_random(90, document), *_random(20 + i, 9 + i)), _random(6, i), None)
+    Item(
+        str(document),
+        str(document),
+        agent,
+        (*random_tokens(90, document), *random_tokens(20 + i, 9 + i)),
+        random_tokens(6, i),
+        None,
+    )
     for document in range(3)
     for i, agent in enumerate(AGENTS)
 ]

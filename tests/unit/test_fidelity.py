@@ -227,7 +227,7 @@ def test_the_page_and_the_plot_show_every_cell(tmp_path: Path):
     page, plot = (tmp_path / "run.md").read_text(), (tmp_path / "run.svg").read_text()
     assert "| 250 | plain | none | 10 | 0.90 [" in page and "reference" in page
     assert "FAIL" in page and "(run.svg)" in page
-    assert plot.count("<rect") == 1 + 2 + 2 and "250 tokens" in plot  # ground, bars, legend
+    assert plot.count("<rect") == 1 + 2 and plot.count("<line") == 2 and "250 tokens" in plot  # ground and bars
     assert len(by_cell(records)) == 2
 
 

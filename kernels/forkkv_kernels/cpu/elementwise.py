@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
 from forkkv_kernels import reference_ops
 from forkkv_kernels.cpu import jit  # noqa: F401  configures Numba
-from forkkv_kernels.cpu.codegen import F32, FLOATS, I32, WIDTH, Emitter, Variable
+from forkkv_kernels.cpu.codegen import F32, FLOATS, I32, INT64S, WIDTH, Emitter, Variable
 from forkkv_kernels.cpu.team import TeamKernel, address_of, parameter, take
 
 logger = logging.getLogger(__name__)
@@ -38,14 +38,19 @@ _X, _DELTA, _WEIGHT, _NORMED, _COLUMNS, _EPS = range(_FIRST, _FIRST + 6)
 _BOTH, _INNER, _WIDTH = range(_FIRST, _FIRST + 3)
 
 
-@intrinsic
-def _floats(typingctx: Any, address: Any) -> Any:
-    """An address as a pointer to floats."""
+def _pointer(kind: types.CPointer) -> Any:
+    """Intrinsic (address) -> a pointer of type `kind`."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.inttoptr(args[0], F32.as_pointer())
+    def cast(typingctx: Any, address: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            return builder.inttoptr(args[0], context.get_value_type(kind))
 
-    return FLOATS(types.int64), generate
+        return kind(types.int64), generate
+
+    return intrinsic(cast)
+
+
+_floats, _int64s = _pointer(FLOATS), _pointer(INT64S)
 
 
 @intrinsic
@@ -113,27 +118,10 @@ def _rotate_heads(typingctx: Any, x: Any, cos: Any, sin: Any, out: Any, heads: A
     return types.void(FLOATS, FLOATS, FLOATS, FLOATS, types.int64, types.int64), generate
 
 
-@intrinsic
-def _copy(typingctx: Any, source: Any, out: Any, count: Any) -> Any:
-    """`count` floats, a multiple of 16."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        emit = Emitter(builder)
-        with emit.loop(args[2], WIDTH) as i:
-            emit.store(emit.load(args[0], i), args[1], i)
-        return context.get_dummy_value()
-
-    return types.void(FLOATS, FLOATS, types.int64), generate
-
-
-@intrinsic
-def _int64(typingctx: Any, address: Any) -> Any:
-    """The int64 at an address."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.load(builder.inttoptr(args[0], ir.IntType(64).as_pointer()))
-
-    return types.int64(types.int64), generate
+@njit
+def _copy(source, out, count):
+    for i in range(count):
+        out[i] = source[i]
 
 
 def _norm(block):
@@ -176,7 +164,7 @@ def _rotate_and_store(block):
             q = _floats(parameter(block, _Q) + 4 * parameter(block, _Q_STRIDE) * row)
             out = _floats(parameter(block, _OUT) + 4 * parameter(block, _OUT_STRIDE) * row)
             _rotate_heads(q, cos, sin, out, heads, dim)
-            slot = _int64(parameter(block, _SLOTS) + 8 * row)
+            slot = _int64s(parameter(block, _SLOTS))[row]
             if slot < 0:
                 continue
             size = kv_heads * dim
@@ -186,9 +174,7 @@ def _rotate_and_store(block):
             _copy(v, _floats(parameter(block, _V_CACHE) + 4 * size * slot), size)
             if parameter(block, _RMS):
                 rms = _floats(parameter(block, _RMS) + 4 * kv_heads * row)
-                stored = _floats(parameter(block, _RMS_CACHE) + 4 * kv_heads * slot)
-                for head in range(kv_heads):
-                    stored[head] = rms[head]
+                _copy(rms, _floats(parameter(block, _RMS_CACHE) + 4 * kv_heads * slot), kv_heads)
         begin = step * take(address_of(block) + 8 * _NEXT)
 
 
