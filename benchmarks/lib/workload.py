@@ -25,7 +25,7 @@ from benchmarks.peers.site import Peer, Running, Site
 from benchmarks.workloads.client import Outcome, Target, replay
 from benchmarks.workloads.scenarios import SCENARIOS
 from benchmarks.workloads.summary import summarise
-from benchmarks.workloads.trace import Session, Step, Tokens, Trace
+from benchmarks.workloads.trace import Session, Step, Tokens, Trace, shared_tokens
 
 GATE_TOKENS = 8
 GATE_AGREE = 4
@@ -146,7 +146,7 @@ def _tail_forward(trace: Trace, target: Target) -> float:
     """Time to first token, over HTTP, of the first agent's prompt with a new tail, as long as the one our server's
     adapters run behind the fork point, when all in front of it is cached. Median of three."""
     (step,) = trace.sessions[0].steps
-    shared = (len(step.tokens) - 64) // 16 * 16
+    shared = shared_tokens(step.tokens)
     times = []
     for number in range(3):
         tail = tuple(2000 + number * 100 + i for i in range(len(step.tokens) - shared))

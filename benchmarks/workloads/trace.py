@@ -65,7 +65,16 @@ def walk(trace: Trace) -> Iterator[tuple[Step, Tokens, Tokens]]:
             context = prompt + answer
 
 
-def prefill_tokens(trace: Trace, *, shared: bool, block_size: int = 16, fork_tail: int = 64) -> int:
+BLOCK_SIZE, FORK_TAIL = 16, 64
+"""The server's defaults."""
+
+
+def shared_tokens(prompt: Tokens) -> int:
+    """Tokens in front of a prompt's fork point, where the server is told nothing about it."""
+    return fork_point(prompt, BLOCK_SIZE, kind="plain", shared=True, fork_tail=FORK_TAIL).private_from or 0
+
+
+def prefill_tokens(trace: Trace, *, shared: bool) -> int:
     """Prompt tokens that a server with endless memory must run through the model, sessions in order.
 
     Not `shared`: every adapter finds what it processed itself, to the token, its answers included. `shared`: the base
@@ -82,8 +91,8 @@ def prefill_tokens(trace: Trace, *, shared: bool, block_size: int = 16, fork_tai
             # The last token of an answer is never run through the model.
             written.setdefault(step.agent, []).append(np.asarray(prompt + answer[:-1], dtype=np.int64))
             continue
-        point = fork_point(prompt, block_size, kind="plain", shared=True, fork_tail=fork_tail).private_from or 0
-        found = min(_longest_prefix(written.get(None, ()), tokens), point) // block_size * block_size
+        point = shared_tokens(prompt)
+        found = min(_longest_prefix(written.get(None, ()), tokens), point) // BLOCK_SIZE * BLOCK_SIZE
         count += len(tokens) - found
         written.setdefault(None, []).append(tokens[:point])
     return count
