@@ -105,7 +105,7 @@ def test_reset_prefix_cache(fake: FakeServer) -> None:
 
 
 def test_metrics_follow_requests(slow: FakeServer) -> None:
-    slow.core.step_seconds = 0
+    slow.core.step_seconds = 0.01  # without a pause all tokens of an answer may arrive together, in every request
     text = slow.http.get("/metrics").text
     assert "forkkv_bcache_hit_ratio" not in text and "forkkv_ttft_acceleration_factor" not in text
     body = {"model": FORK.name, "prompt": [7, 8, 9] * 10, "max_tokens": 3}
