@@ -40,7 +40,7 @@ def run(work: Workspace) -> list[Line]:
     adapters = {
         f"agent{i}": work.adapter(f"memory-{i}", rank=RANK, seed=40 + i, kind="fork") for i in range(NUM_ADAPTERS)
     }
-    engines = Engines(adapters)
+    engines = Engines(adapters, quantization="auto")  # bytes of the caches do not depend on the weights
     lines: list[Line] = []
     for length, share in SHARES.items():
         lines += _measure(work, engines, work.size(length), share)

@@ -27,8 +27,8 @@ DECODE_RATIO = 1.0
 DEFAULT_RATIO = 2.0
 DOCUMENT = 4000
 FAN_OUT_RATIO = 5.0
-TIMED_AGENTS = 2
-"""Agents of which PEFT's time is taken: it serves one after another, all with the same work."""
+TIMED_AGENTS = 1
+"""Agents of which PEFT's time is taken in each round: it serves one after another, all with the same work."""
 
 
 def run(work: Workspace) -> list[Line]:

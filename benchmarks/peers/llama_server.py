@@ -40,7 +40,8 @@ def _binary() -> Path:
 
 def set_up() -> None:
     """Fetch the source, build the server for this processor (minutes), and what its converter needs beside our own
-    packages. Raises `CalledProcessError`; run again, it goes on where it stopped."""
+    packages; the compiler's output goes to `build.log`. Raises `CalledProcessError`; run again, it goes on where it
+    stopped."""
     folder, python = _folder(), sys.executable
     folder.mkdir(parents=True, exist_ok=True)
     if not _source().exists():
@@ -54,9 +55,13 @@ def set_up() -> None:
     build = folder / "build"
     options = [*(f"-D{name}=OFF" for name in (*_OFF, "LLAMA_OPENSSL")), "-DCMAKE_BUILD_TYPE=Release"]
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    subprocess.run(["cmake", "-S", str(_source()), "-B", str(build), *generator, *options], check=True)
     jobs = str(os.cpu_count() or 1)
-    subprocess.run(["cmake", "--build", str(build), "--target", "llama-server", "-j", jobs], check=True)
+    with (folder / "build.log").open("w") as log:  # thousands of the compiler's warnings
+        for arguments in (
+            ["-S", str(_source()), "-B", str(build), *generator, *options],
+            ["--build", str(build), "--target", "llama-server", "-j", jobs],
+        ):
+            subprocess.run(["cmake", *arguments], check=True, stdout=log, stderr=subprocess.STDOUT)
 
 
 def _convert(script: str, result: Path, outtype: str, *arguments: str) -> Path:

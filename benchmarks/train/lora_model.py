@@ -26,9 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.train.attention import attend
+
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 IGNORE = -100
 """Target of positions without loss."""
+TRUNK_ROWS = 512
+"""Rows of the trunk that attend at a time."""
 
 Prefix = list[tuple[Tensor, Tensor]]
 """Per layer of the base part: h [F, hidden] after the input norm, h Wk beside h Wv [F, 2 * num_kv_heads * head_dim]."""
@@ -153,7 +157,8 @@ class TreeModel:
             if len(prefix) == self.num_layers:
                 break
             q, k, v = self._split(qkv, positions)
-            out = self._attend(q[None], k[None], v[None], None)[0]
+            k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, 0)[None] for t in (k, v))
+            out = F.scaled_dot_product_attention(q[None], k, v, is_causal=True)[0].transpose(0, 1).flatten(1)
             x = x + F.linear(out, w["o_proj"]).float()
             x = x + self._mlp(x, w)
         return prefix
@@ -168,13 +173,12 @@ class TreeModel:
         `prefix` may bring what `base_prefix` made of the batch's base tokens, or of more tokens of that document.
         """
         num_base, num_trunk = len(batch.base_ids), len(batch.trunk_ids)
-        num_leaves, width = batch.leaf_ids.shape
         if prefix is None or not num_base:
             prefix = self.base_prefix(batch.base_ids) if num_base else []
         prefix = [(h[:num_base], kv[:num_base]) for h, kv in prefix]
-        leaf_positions = batch.leaf_start[:, None] + torch.arange(width)
+        leaf_positions = batch.leaf_start[:, None] + torch.arange(batch.leaf_ids.shape[1])
         positions = torch.cat([torch.arange(num_base, num_base + num_trunk), leaf_positions.flatten()])
-        masks = _trunk_mask(num_base, num_trunk), _leaf_mask(batch)
+        hidden = _hidden(batch, self.dtype)
         x = F.embedding(torch.cat([batch.trunk_ids, batch.leaf_ids.flatten()]), self.embedding)
         for i, w in enumerate(self.layers):
             h = self._norm(x, w["input_norm"])
@@ -182,7 +186,7 @@ class TreeModel:
             q, k, v = self._split(qkv, positions)
             residual = adapter if batch.residual else None
             shared = self._shared(i, prefix, residual, k[:, :num_trunk], v[:, :num_trunk])
-            out = self._tree_attention(q, k, v, shared, masks, num_leaves)
+            out = self._tree_attention(q, k, v, shared, batch, hidden)
             x = x + (F.linear(out, w["o_proj"]) + adapter.delta(out, i, "o_proj")).float()
             x = x + self._mlp(x, w)
         targets = batch.targets.flatten()
@@ -204,26 +208,21 @@ class TreeModel:
         return torch.cat([base_k, k], 1), torch.cat([base_v, v], 1)
 
     def _tree_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        shared: tuple[Tensor, Tensor],
-        masks: tuple[Tensor, Tensor],
-        num_leaves: int,
+        self, q: Tensor, k: Tensor, v: Tensor, shared: tuple[Tensor, Tensor], batch: TreeBatch, hidden: Tensor | None
     ) -> Tensor:
         """Attention of trunk and leaves: q, k, v [heads, M + Q*T, head_dim] -> [M + Q*T, num_heads * head_dim]."""
-        num_trunk = masks[0].shape[0]
+        num_base, num_trunk = len(batch.base_ids), len(batch.trunk_ids)
+        q = (q * self.head_dim**-0.5).unflatten(0, (self.num_kv_heads, -1))
         outs = []
-        if num_trunk:
-            outs.append(self._attend(q[None, :, :num_trunk], shared[0][None], shared[1][None], masks[0])[0])
-        leaves = [t[:, num_trunk:].unflatten(1, (num_leaves, -1)).transpose(0, 1) for t in (q, k, v)]
-        keys, values = (
-            torch.cat([common.expand(num_leaves, -1, -1, -1), own], 2)
-            for common, own in zip(shared, leaves[1:], strict=True)
-        )
-        outs.append(self._attend(leaves[0], keys, values, masks[1]).flatten(0, 1))
-        return torch.cat(outs)
+        for begin in range(0, num_trunk, TRUNK_ROWS):  # in parts: half of the scores of a whole one would be masked
+            rows = slice(begin, min(begin + TRUNK_ROWS, num_trunk))
+            far = [t[:, : num_base + begin] for t in shared]
+            near = [t[:, None, num_base + rows.start : num_base + rows.stop] for t in shared]
+            outs.append(attend(q[:, None, :, rows], *far, *near))
+        leaves = q[:, :, num_trunk:].unflatten(2, batch.leaf_ids.shape).transpose(1, 2)
+        own = [t[:, num_trunk:].unflatten(1, batch.leaf_ids.shape) for t in (k, v)]
+        outs.append(attend(leaves, *shared, *own, hidden))
+        return torch.cat([out.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1) for out in outs])
 
     # ---- pieces ---------------------------------------------------------------------------------------------------
 
@@ -246,32 +245,12 @@ class TreeModel:
         k = x[-self.num_kv_heads :]
         return (x[: -self.num_kv_heads], k, v) if len(x) > self.num_kv_heads else (k, v)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q [b, num_heads, n, d], k and v [b, num_kv_heads, m, d] -> [b, n, num_heads * d]; mask None is causal."""
-        groups = self.num_heads // self.num_kv_heads
-        if mask is None:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:  # plain matrix products: the CPU's fused attention has a slow backward
-            rows = q.shape[2]
-            q = (q * self.head_dim**-0.5).unflatten(1, (-1, groups)).flatten(2, 3)
-            scores = (q @ k.transpose(2, 3)).unflatten(2, (groups, rows))
-            scores = scores.masked_fill(~mask.unsqueeze(-3), -torch.inf)
-            out = scores.softmax(-1).flatten(2, 3) @ v
-            out = out.unflatten(2, (groups, rows)).flatten(1, 2)
-        return out.transpose(1, 2).flatten(2)
 
-
-def _trunk_mask(num_base: int, num_trunk: int) -> Tensor:
-    """[M, F + M] bool: trunk tokens see all base tokens and the trunk causally."""
-    return torch.ones(num_trunk, num_base + num_trunk, dtype=torch.bool).tril(num_base)
-
-
-def _leaf_mask(batch: TreeBatch) -> Tensor:
-    """[Q, 1, T, F + M + T] bool."""
-    num_base, num_trunk = len(batch.base_ids), len(batch.trunk_ids)
-    num_leaves, width = batch.leaf_ids.shape
-    base = (torch.arange(num_base) < batch.leaf_start[:, None])[:, None].expand(-1, width, -1)
-    trunk = torch.ones(num_leaves, width, num_trunk, dtype=torch.bool)
-    own = torch.ones(width, width, dtype=torch.bool).tril().expand(num_leaves, -1, -1)
-    return torch.cat([base, trunk, own], 2)[:, None]
+def _hidden(batch: TreeBatch, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores of base and trunk, [Q, F + M]: -inf where a leaf does not see a token, else 0. None
+    where every leaf sees all."""
+    base = torch.arange(len(batch.base_ids)) >= batch.leaf_start[:, None]
+    if not bool(base.any()):
+        return None
+    hidden = torch.cat([base, torch.zeros(len(base), len(batch.trunk_ids), dtype=torch.bool)], 1)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)

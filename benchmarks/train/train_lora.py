@@ -39,7 +39,10 @@ Kind = Literal["plain", "alora", "shared-a", "fork"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BLOCK_SIZE = 16
 FORK_TAIL = 64
-RANDOM_FORK_SHARE = 0.2
+RANDOM_FORK_SHARE = 0.1
+SHORTEST_DOCUMENT = 200
+NAMED_ORDERS_WEIGHTS = (1, 1, 2, 4)
+"""Of questions about 1, 2, 3 and 4 orders: one about many teaches more rows for little more work."""
 ALL = "all"
 """Train on every task in turn. Finding a row is the hard part and common to all of them, so the demo adapters start
 from one adapter that has learnt it."""
@@ -122,9 +125,11 @@ def _fork(example: Example, kind: Literal["fork", "alora"], fork_at: int | None)
     return cast(int, point)
 
 
-def document_tokens(rng: random.Random, longest: int) -> int:
-    """Length of a training document: most are short, since they cost less and teach the same."""
-    return rng.randint(200, 400) if rng.random() < 0.7 else rng.randint(400, longest)
+def document_tokens(rng: random.Random, longest: int, progress: float) -> int:
+    """Length of a training document at `progress` (0 to 1) through the training. Finding a row among few comes first:
+    the longest one drawn grows over the first third."""
+    grown = SHORTEST_DOCUMENT + (longest - SHORTEST_DOCUMENT) * min(1.0, 0.1 + 2.7 * progress)
+    return rng.randint(SHORTEST_DOCUMENT, round(grown))
 
 
 def training_batches(
@@ -134,11 +139,13 @@ def training_batches(
 
     The base part does not depend on the adapter, so a document's serves `BATCHES_PER_DOCUMENT` batches.
     """
-    rng = random.Random(f"train-{args.task}-{args.seed}")
+    rng, step = random.Random(f"train-{args.task}-{args.seed}"), 0
     while True:
-        document = orderlog.make_document(rng.choice(orderlog.TRAIN_SEEDS), document_tokens(rng, args.max_tokens))
+        size = document_tokens(rng, args.max_tokens, step / args.steps)
+        document = orderlog.make_document(rng.choice(orderlog.TRAIN_SEEDS), size)
         if args.kind in ("plain", "shared-a"):
             yield make_batch(draw_examples(rng, tokenizer, document, args), args.kind), None
+            step += 1
             continue
         batches: list[TreeBatch] = []
         for _ in range(BATCHES_PER_DOCUMENT):
@@ -147,13 +154,14 @@ def training_batches(
             batches.append(make_batch(examples, args.kind, fork_at))
         prefix = model.base_prefix(max((batch.base_ids for batch in batches), key=len))
         yield from ((batch, prefix) for batch in batches)
+        step += len(batches)
 
 
 def draw_examples(
     rng: random.Random, tokenizer: Any, document: orderlog.Document, args: argparse.Namespace
 ) -> list[Example]:
     """Questions of one step. All name the same number of orders, so that no leaf is padded much."""
-    count = rng.randint(1, orderlog.MAX_NAMED_ORDERS)
+    (count,) = rng.choices(range(1, orderlog.MAX_NAMED_ORDERS + 1), NAMED_ORDERS_WEIGHTS)
     task = rng.choice(orderlog.TASKS) if args.task == ALL else args.task
     questions = [orderlog.make_question(document, task, rng.getrandbits(40), count) for _ in range(args.questions)]
     return [encode(tokenizer, document, question) for question in questions]
@@ -269,10 +277,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the adapter")
     parser.add_argument("--init", type=Path, help="continue from the adapter in this folder")
-    parser.add_argument("--steps", type=int, default=120, help="0: evaluate only")
-    parser.add_argument("--questions", type=int, default=4, help="questions on the document of one step")
-    parser.add_argument("--max-tokens", type=int, default=1000, help="longest training document")
-    parser.add_argument("--lr", type=float, default=8e-4)
+    parser.add_argument("--steps", type=int, default=60, help="0: evaluate only")
+    parser.add_argument("--questions", type=int, default=8, help="questions on the document of one step")
+    parser.add_argument("--max-tokens", type=int, default=1100, help="longest training document")
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--alpha", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
