@@ -126,8 +126,8 @@ def _fork(example: Example, kind: Literal["fork", "alora"], fork_at: int | None)
 
 
 def document_tokens(rng: random.Random, longest: int, progress: float) -> int:
-    """Length of a training document at `progress` (0 to 1) through the training. Finding a row among few comes first:
-    the longest one drawn grows over the first third."""
+    """Length of a training document at `progress` (0 to 1) through a training from nothing. Finding a row among few
+    comes first: the longest one drawn grows over the first third."""
     grown = SHORTEST_DOCUMENT + (longest - SHORTEST_DOCUMENT) * min(1.0, 0.1 + 2.7 * progress)
     return rng.randint(SHORTEST_DOCUMENT, round(grown))
 
@@ -141,7 +141,7 @@ def training_batches(
     """
     rng, step = random.Random(f"train-{args.task}-{args.seed}"), 0
     while True:
-        size = document_tokens(rng, args.max_tokens, step / args.steps)
+        size = document_tokens(rng, args.max_tokens, 1.0 if args.init else step / args.steps)
         document = orderlog.make_document(rng.choice(orderlog.TRAIN_SEEDS), size)
         if args.kind in ("plain", "shared-a"):
             yield make_batch(draw_examples(rng, tokenizer, document, args), args.kind), None
@@ -277,7 +277,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the adapter")
     parser.add_argument("--init", type=Path, help="continue from the adapter in this folder")
-    parser.add_argument("--steps", type=int, default=60, help="0: evaluate only")
+    parser.add_argument("--steps", type=int, default=150, help="0: evaluate only")
     parser.add_argument("--questions", type=int, default=8, help="questions on the document of one step")
     parser.add_argument("--max-tokens", type=int, default=1100, help="longest training document")
     parser.add_argument("--lr", type=float, default=1e-3)
