@@ -11,28 +11,26 @@ from torch import Tensor
 from forkkv.attention.backend import LayerCache, ResidualExpansion
 from forkkv.attention.batch import ForwardBatch, RowResidualWrites
 from forkkv.attention.paged import to_device
-from forkkv.lora.tensors import KernelLoRAStep, plan_kernel_lora, unit_slots
+from forkkv.lora.tensors import KernelLoRAStep, group_outputs, plan_kernel_lora, slot_tiles, unit_slots
 from forkkv.lora.weights import AdapterWeights
 from forkkv.types import RESIDUAL_TILE, AdapterId
-from forkkv_kernels.ops import has_lora_kernels
+from forkkv_kernels.lora_plan import ROWS_TOGETHER, TokenTiles, plan_token_tiles
+from forkkv_kernels.ops import has_lora_kernels, lora_rows
 
 _LONG_RANGE = 16
 """Tokens from which a range with one adapter gets its own matrix products; shorter ones are computed together."""
 
 
 @dataclass(frozen=True, slots=True)
-class DenseRows:
-    """Short ranges (decode rows) of several adapters: all columns of slots [lo, hi) for all rows, foreign ones masked.
+class ShortRanges:
+    """Tokens of short ranges (decode rows), which one operation computes together.
 
-    The rows are tokens [begin, end), or `index` where they do not stand together; `mask` [rows, hi - lo, 1].
+    `slot_tiles[group]` [max_loras, n] int32: rank tiles of a slot per module; `outputs[group]`: the modules' widths.
     """
 
-    begin: int
-    end: int
-    index: Tensor | None
-    lo: int
-    hi: int
-    mask: Tensor
+    tokens: TokenTiles
+    slot_tiles: dict[str, Tensor]
+    outputs: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class LoRAStep:
     weights: AdapterWeights
     ranges: tuple[tuple[int, int, int], ...]
     """(begin, end, slot): tokens that run with the adapter in `slot`."""
-    dense: DenseRows | None
+    short: ShortRanges | None
     groups: frozenset[str]
     jobs: tuple[ResidualJob, ...]
     reads: bool
@@ -81,17 +79,8 @@ class LoRAStep:
         a, b = self.weights.a[group][layer], self.weights.b[group][layer]
         for begin, end, slot in self.ranges:
             y[begin:end].addmm_(torch.mm(x[begin:end], a[:, slot]), b[slot])
-        if (rows := self.dense) is None:
-            return
-        inputs = x[rows.begin : rows.end] if rows.index is None else x.index_select(0, rows.index)
-        width = rows.hi - rows.lo
-        shrunk = torch.mm(inputs, a.flatten(1)[:, rows.lo * a.shape[2] : rows.hi * a.shape[2]])
-        shrunk.view(len(inputs), width, -1).mul_(rows.mask)
-        expand = b[rows.lo : rows.hi].flatten(0, 1)
-        if rows.index is None:
-            y[rows.begin : rows.end].addmm_(shrunk, expand)
-        else:
-            y.index_add_(0, rows.index, torch.mm(shrunk, expand))
+        if (rows := self.short) is not None:
+            lora_rows(x, y, a, b, rows.tokens, rows.slot_tiles[group], rows.outputs[group])
 
     def write_residuals(self, layer: int, h: Tensor, k: Tensor, cache: LayerCache, eps: float) -> None:
         """Write h·A of the step's residual jobs into `cache.residual`, in place.
@@ -141,12 +130,10 @@ def plan_lora(weights: AdapterWeights, batch: ForwardBatch) -> LoRAStep | Kernel
     if empty := sorted(used - weights.slots.keys()):
         raise KeyError(f"no adapter in slot {empty[0]}")
     short = [run for run in runs if run[1] - run[0] < _LONG_RANGE]
-    if len(short) <= 1:
-        short = []
     return LoRAStep(
         weights=weights,
         ranges=tuple(run for run in runs if run not in short),
-        dense=_dense_rows(weights, batch, short) if short else None,
+        short=_short_ranges(weights, short) if short else None,
         groups=frozenset().union(*(weights.slot_groups(slot) for _, _, slot in runs)),
         jobs=tuple(
             _residual_job(weights, batch, row)
@@ -157,15 +144,15 @@ def plan_lora(weights: AdapterWeights, batch: ForwardBatch) -> LoRAStep | Kernel
     )
 
 
-def _dense_rows(weights: AdapterWeights, batch: ForwardBatch, runs: list[tuple[int, int, int]]) -> DenseRows:
-    device = batch.input_ids.device
-    tokens = np.concatenate([np.arange(begin, end) for begin, end, _ in runs])
-    slots = np.concatenate([np.full(end - begin, slot) for begin, end, slot in runs])
-    lo, hi = int(slots.min()), int(slots.max()) + 1
-    mask = (slots[:, None] == np.arange(lo, hi)[None, :])[:, :, None]
-    begin, end = int(tokens[0]), int(tokens[-1]) + 1
-    index = None if end - begin == len(tokens) else to_device(tokens, device)
-    return DenseRows(begin, end, index, lo, hi, to_device(mask, device, weights.dtype))
+def _short_ranges(weights: AdapterWeights, runs: list[tuple[int, int, int]]) -> ShortRanges:
+    tokens = np.concatenate([np.arange(begin, end, dtype=np.int32) for begin, end, _ in runs])
+    slots = np.repeat([slot for _, _, slot in runs], [end - begin for begin, end, _ in runs])
+    order, tiles = plan_token_tiles(slots, weights.max_loras, ROWS_TOGETHER)
+    return ShortRanges(
+        TokenTiles(torch.from_numpy(tokens[order]), torch.from_numpy(tiles), ROWS_TOGETHER),
+        {group: torch.from_numpy(tiles) for group, tiles in slot_tiles(weights, set(slots.tolist())).items()},
+        {group: group_outputs(weights.spec, group) for group in weights.groups},
+    )
 
 
 def _residual_job(weights: AdapterWeights, batch: ForwardBatch, row: RowResidualWrites) -> ResidualJob:

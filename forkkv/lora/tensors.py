@@ -6,7 +6,7 @@ was captured with `LoRATensors` of T tokens runs any step of T tokens after `LoR
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -58,7 +58,7 @@ class LoRATensors:
         }
         self.tokens = TokenTiles(views["order"], views["tiles"], self.rows)
         self.slot_tiles = {group: views[group] for group in weights.groups}
-        self.outputs = {group: _outputs(weights.spec, group) for group in weights.groups}
+        self.outputs = {group: group_outputs(weights.spec, group) for group in weights.groups}
 
     def fill(self, slots: np.ndarray) -> None:
         """Overwrite the tables for the adapter slots of the tokens [T] (-1: base weights, or padding), by one copy to
@@ -72,11 +72,9 @@ class LoRATensors:
         order, tiles = plan_token_tiles(slots, self.weights.max_loras, self.rows)
         self._put(host, "order", order)
         self._put(host, "tiles", tiles)
+        tiles_of_slots = slot_tiles(self.weights, used)
         for group in self.weights.groups:
-            counts = np.zeros((self.weights.max_loras, len(GROUPS[group])), dtype=np.int32)
-            for slot in used:
-                counts[slot] = module_tiles(self.weights, self.weights.slots[slot])[group]
-            self._put(host, group, counts)
+            self._put(host, group, tiles_of_slots[group])
         self.packed.copy_(torch.from_numpy(host))
 
     def _put(self, host: np.ndarray, name: str, values: np.ndarray) -> None:
@@ -184,7 +182,17 @@ def module_tiles(weights: AdapterWeights, adapter_id: AdapterId) -> dict[str, tu
     return known[adapter_id]
 
 
-def _outputs(spec: ModelSpec, group: str) -> tuple[int, ...]:
+def slot_tiles(weights: AdapterWeights, slots: Collection[int]) -> dict[str, np.ndarray]:
+    """Per group [max_loras, n] int32: rank tiles per module of the adapters in `slots`, 0 elsewhere."""
+    counts = {group: np.zeros((weights.max_loras, len(GROUPS[group])), dtype=np.int32) for group in weights.groups}
+    for slot in slots:
+        for group, tiles in module_tiles(weights, weights.slots[slot]).items():
+            if group in counts:
+                counts[group][slot] = tiles
+    return counts
+
+
+def group_outputs(spec: ModelSpec, group: str) -> tuple[int, ...]:
     """Output widths of the modules of a group."""
     return {
         "qkv": (spec.q_size, spec.kv_size, spec.kv_size),

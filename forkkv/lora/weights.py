@@ -206,9 +206,9 @@ class AdapterWeights:
         return out
 
     def _stacked_a(self, width: int, rows: int) -> Tensor:
-        """[in, slots, rows] of zeros. Kernels on a GPU read along the input, matrix products on a CPU across slots."""
+        """[in, slots, rows] of zeros, each slot's matrix in one piece. Kernels on a GPU read along the input."""
         if self.device.type == "cpu":
-            return self._zeros(width, self.max_loras, rows)
+            return self._zeros(self.max_loras, width, rows).transpose(0, 1)
         return self._zeros(self.max_loras, rows, width).permute(2, 0, 1)
 
     def _zeros(self, *shape: int) -> Tensor:

@@ -17,6 +17,7 @@ REFERENCE: dict[str, Implementation] = {
     "residual_attention": residual_attention_reference,
     "lora_shrink": reference_ops.lora_shrink_reference,
     "lora_expand": reference_ops.lora_expand_reference,
+    "lora_rows": reference_ops.lora_rows_reference,
     "residual_shrink_write": reference_ops.residual_shrink_write_reference,
     "rope_cache_write": reference_ops.rope_cache_write_reference,
     "rms_norm": reference_ops.rms_norm_reference,
@@ -71,11 +72,13 @@ def _triton() -> dict[str, Implementation]:
 def _numba() -> dict[str, Implementation]:
     """Nothing without Numba: the references then do."""
     try:
-        from forkkv_kernels.cpu import elementwise
+        from forkkv_kernels.cpu import elementwise, lora
     except ImportError:
         return {}
     elementwise.kernels()
+    lora.kernel()
     return {
+        "lora_rows": lora.lora_rows,
         "rope_cache_write": elementwise.rope_cache_write,
         "rms_norm": elementwise.rms_norm,
         "swiglu": elementwise.swiglu,

@@ -16,6 +16,9 @@ TILE = 16
 SMALL_BATCH = 256
 """Tokens up to which tiles of 16 rows are used: adapters have few rows each there, and a matrix instruction has 16."""
 
+ROWS_TOGETHER = 4
+"""Tokens of a tile in `lora_rows`."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTiles:

@@ -42,6 +42,13 @@ def lora_expand_reference(
             column += width
 
 
+def lora_rows_reference(
+    x: Tensor, y: Tensor, a: Tensor, b: Tensor, tokens: TokenTiles, slot_tiles: Tensor, outputs: tuple[int, ...]
+) -> None:
+    """See `forkkv_kernels.ops.lora_rows`."""
+    lora_expand_reference(y, lora_shrink_reference(x, a, tokens, slot_tiles), b, tokens, slot_tiles, outputs)
+
+
 def residual_shrink_write_reference(h: Tensor, a: Tensor, table: ResidualTable, residual_cache: Tensor) -> None:
     """See `forkkv_kernels.ops.residual_shrink_write`."""
     block_size = residual_cache.shape[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from forkkv_kernels.cpu import attention, elementwise, int8
+from forkkv_kernels.cpu import attention, elementwise, int8, lora
 
 
 def main() -> None:
@@ -12,6 +12,7 @@ def main() -> None:
     attention.kernels()
     elementwise.kernels()
     int8.kernels()
+    lora.kernel()
 
 
 if __name__ == "__main__":
