@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -120,11 +119,8 @@ class Question:
         return _INSTRUCTIONS[self.task]
 
 
-def make_document(seed: int, target_tokens: int, num_prices: int | None = None) -> Document:
+def make_document(seed: int, target_tokens: int) -> Document:
     """The order log of `seed`, about `target_tokens` SmolLM2 tokens long with the chat template in front of it.
-
-    With `num_prices` all orders share that many prices: what stands behind one can then be found only by what stands
-    far in front of it.
 
     The length is within 5 % or 20 tokens of the target, for targets from 100 on. Order names are unique within a
     document; the prefix of a longer document of the same seed is not a shorter one.
@@ -138,8 +134,7 @@ def make_document(seed: int, target_tokens: int, num_prices: int | None = None) 
     names = _order_names(rng, count)
     customers = _shuffled_cycle(rng, _CUSTOMERS, count)
     items = _shuffled_cycle(rng, _ITEMS, count)
-    prices = None if num_prices is None else rng.sample(range(10, 100), num_prices)
-    orders = tuple(_make_order(rng, *texts, prices) for texts in zip(names, customers, items, strict=True))
+    orders = tuple(_make_order(rng, *texts) for texts in zip(names, customers, items, strict=True))
     return Document(title, orders)
 
 
@@ -184,11 +179,10 @@ def _shuffled_cycle(rng: random.Random, words: tuple[str, ...], count: int) -> l
     return chosen[:count]
 
 
-def _make_order(rng: random.Random, name: str, customer: str, item: str, prices: Sequence[int] | None) -> Order:
+def _make_order(rng: random.Random, name: str, customer: str, item: str) -> Order:
     ordered = rng.randint(1, 9)
     shipped = ordered if rng.random() < 0.6 else rng.randint(0, ordered - 1)
-    price = rng.randint(10, 99) if prices is None else rng.choice(prices)
-    return Order(name, customer, item, price, ordered, shipped, rng.choice(_STATUSES))
+    return Order(name, customer, item, rng.randint(10, 99), ordered, shipped, rng.choice(_STATUSES))
 
 
 def _extract(orders: list[Order]) -> str:

@@ -41,7 +41,6 @@ BLOCK_SIZE = 16
 FORK_TAIL = 64
 RANDOM_FORK_SHARE = 0.1
 SHORTEST_DOCUMENT = 200
-FEW_PRICES = (3, 8)
 NAMED_ORDERS_WEIGHTS = (1, 1, 2, 4)
 """Of questions about 1, 2, 3 and 4 orders: one about many teaches more rows for little more work."""
 ALL = "all"
@@ -143,8 +142,7 @@ def training_batches(
     rng, step = random.Random(f"train-{args.task}-{args.seed}"), 0
     while True:
         size = document_tokens(rng, args.max_tokens, 1.0 if args.init else step / args.steps)
-        prices = rng.randint(*FEW_PRICES) if args.few_prices and rng.random() < args.few_prices else None
-        document = orderlog.make_document(rng.choice(orderlog.TRAIN_SEEDS), size, prices)
+        document = orderlog.make_document(rng.choice(orderlog.TRAIN_SEEDS), size)
         if args.kind in ("plain", "shared-a"):
             yield make_batch(draw_examples(rng, tokenizer, document, args), args.kind), None
             step += 1
@@ -282,9 +280,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=150, help="0: evaluate only")
     parser.add_argument("--questions", type=int, default=8, help="questions on the document of one step")
     parser.add_argument("--max-tokens", type=int, default=1100, help="longest training document")
-    parser.add_argument(
-        "--few-prices", type=float, default=0.0, help="share of documents with a handful of prices: hard to tell apart"
-    )
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--alpha", type=int, default=16)

@@ -2,7 +2,7 @@
 # Train teams of the demo's three agents with the same data, steps and rank: by default fork-LoRA and ordinary LoRA,
 # the demo team, into configs/demo/adapters. About an hour and a half on two idle cores with bfloat16 matrix units.
 #
-#   KINDS="plain alora shared-a fork" ADAPTERS=build/adapters train_teams.sh [steps of the warm start] [of each agent] [on hard documents]
+#   KINDS="plain alora shared-a fork" ADAPTERS=build/adapters train_teams.sh [steps of the warm start] [steps of each]
 #
 # Further arguments go to every run of train_lora.py.
 #
@@ -12,7 +12,7 @@
 # faults. Two processes of one thread each do more than one process of two threads.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-export warm_steps=${1:-240} steps=${2:-150} hard_steps=${3:-120} options=${*:4}
+export warm_steps=${1:-240} steps=${2:-150} options=${*:3}
 export python=${PYTHON:-python} adapters=${ADAPTERS:-configs/demo/adapters} warm=${WARM:-}
 if [ -z "$warm" ]; then
     warm=$(mktemp -d)
@@ -24,8 +24,8 @@ warm_kind() { # kind: whose warm start it takes
     case "$1" in fork | alora) echo fork ;; *) echo plain ;; esac
 }
 
-rates() { # kind: learning rates of both stages; what base weights left in the cache is harder to learn to read
-    case "$1" in fork | alora) echo 2e-3 1.5e-3 ;; *) echo 6e-4 4e-4 ;; esac
+rate() { # kind: its learning rate; what base weights left in the cache is harder to learn to read
+    case "$1" in fork | alora) echo 2e-3 ;; *) echo 6e-4 ;; esac
 }
 
 run() { # arguments of train_lora.py
@@ -36,14 +36,13 @@ warm_up() { # kind
     [ -e "$warm/$1/adapter_model.safetensors" ] || run --task all --kind "$1" --steps "$warm_steps" --out "$warm/$1"
 }
 
-train() { # kind, task: at first as documents come, then with half of them hard
-    local out="$adapters/$2-$1" first second
-    [ "$1" != fork ] || out="$adapters/$2"
-    read -r first second < <(rates "$1")
-    run --task "$2" --kind "$1" --init "$warm/$(warm_kind "$1")" --steps "$steps" --lr "$first" --out "$out"
-    run --task "$2" --kind "$1" --init "$out" --steps "$hard_steps" --lr "$second" --few-prices 0.5 --out "$out"
+train() { # kind, task
+    local suffix="-$1"
+    [ "$1" != fork ] || suffix=""
+    run --task "$2" --kind "$1" --init "$warm/$(warm_kind "$1")" --steps "$steps" --lr "$(rate "$1")" \
+        --out "$adapters/$2$suffix"
 }
-export -f warm_kind rates run warm_up train
+export -f warm_kind rate run warm_up train
 
 two_at_a_time() { xargs -P 2 -L 1 bash -euo pipefail -c '"$@"' -; }
 for kind in ${KINDS:-fork plain}; do echo "warm_up $(warm_kind "$kind")"; done | sort -u | two_at_a_time

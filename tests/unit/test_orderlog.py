@@ -31,14 +31,6 @@ def prompt_ids(tokenizer: Any, document: Any, question: Any) -> list[int]:
     return ids
 
 
-def test_few_prices_are_shared_by_all_orders():
-    orders = make_document(5, 600, num_prices=4).orders
-    assert len({order.price for order in orders}) == 4
-    usual = make_document(5, 600).orders
-    assert [order.name for order in usual] == [order.name for order in orders], "only prices and what follows differ"
-    assert len({order.price for order in usual}) > 20
-
-
 def test_a_seed_makes_the_same_document_and_question():
     assert make_document(5, 600) == make_document(5, 600)
     assert make_document(5, 600) != make_document(6, 600)
