@@ -81,7 +81,7 @@ def plan_clusters(
 ) -> tuple[DecodeCluster, ...]:
     """Partition the single-query rows `rows` of a batch. `kv_size` = Hkv * D; `cos`, `sin` [positions, D / 2]."""
     host, block_size = batch.host, batch.block_size
-    parts, left = shared_groups(batch, rows)
+    parts, left = shared_groups(batch.host, batch.groups, batch.block_size, rows)
     short = [row for row in left if host.seq_lens[row] <= LONG_CONTEXT]
     parts += [(0, members) for members in _by_own_run(host, short, block_size)]
     parts += [(int(host.seq_lens[row] - 1) // block_size, [row]) for row in left if host.seq_lens[row] > LONG_CONTEXT]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from forkkv.attention.backend import AttentionBackend, AttentionShape, LayerCache, ResidualExpansion
-from forkkv.attention.batch import ForwardBatch
+from forkkv.attention.batch import ForwardBatch, HostRows
 from forkkv.attention.groups import shared_groups
 from forkkv.attention.prefill import PrefillRow, plan_prefill_row, run_prefill_row
+from forkkv.types import SharedPrefix
 
 if TYPE_CHECKING:
     from forkkv_kernels.cpu.runtime import LayerTensors, StepWork
+    from forkkv_kernels.cpu.team import LiveBlock
 
 _SHORT = 16
 """Query tokens up to which a row is computed by the kernel. Longer ones gain more from PyTorch's blocked products than
@@ -29,6 +32,16 @@ class CpuMetadata:
 
     prefill: tuple[PrefillRow, ...]
     work: StepWork | None
+
+
+@dataclass(slots=True)
+class RepeatedMetadata:
+    """Work of decode steps that are run again in the same memory: that of the step which `refill` put there last.
+    `blocks`: one for each layer that ran."""
+
+    block_size: int
+    work: StepWork | None = None
+    blocks: list[LiveBlock] = field(default_factory=list)
 
 
 class CpuBackend(AttentionBackend):
@@ -65,8 +78,6 @@ class CpuBackend(AttentionBackend):
         return pack_b_k(b_k, num_kv_heads)
 
     def plan(self, batch: ForwardBatch) -> CpuMetadata:
-        from forkkv_kernels.cpu.plan import Rows
-
         host = batch.host
         lengths = np.diff(host.cu_seqlens_q)
         short = np.flatnonzero(lengths <= _SHORT).tolist()
@@ -74,8 +85,15 @@ class CpuBackend(AttentionBackend):
         prefill = tuple(
             plan_prefill_row(host, row, batch.block_size, device) for row in np.flatnonzero(lengths > _SHORT).tolist()
         )
-        if not short:
-            return CpuMetadata(prefill, None)
+        work = self._begin(host, batch.groups, batch.block_size, short) if short else None
+        return CpuMetadata(prefill, work)
+
+    def _begin(
+        self, host: HostRows, groups: Sequence[SharedPrefix], block_size: int, members: Sequence[int]
+    ) -> StepWork:
+        """Plan the rows `members` for the kernel, and make that what it does next."""
+        from forkkv_kernels.cpu.plan import Rows
+
         rows = Rows(
             host.cu_seqlens_q,
             host.seq_lens,
@@ -86,14 +104,35 @@ class CpuBackend(AttentionBackend):
             host.residual_k_table,
             host.residual_v_table,
         )
-        shared, alone = shared_groups(batch, short)
-        groups = [(blocks * batch.block_size, members) for blocks, members in shared] + [(0, [row]) for row in alone]
-        work = self._kernel.plan(rows, groups, host.kv_block_table)
+        shared, alone = shared_groups(host, groups, block_size, members)
+        together = [(blocks * block_size, part) for blocks, part in shared] + [(0, [row]) for row in alone]
+        work = self._kernel.plan(rows, together, host.kv_block_table)
         self._kernel.begin(work)
-        return CpuMetadata(prefill, work)
+        return work
 
-    def run(self, q: Tensor, cache: LayerCache, expansion: ResidualExpansion | None, metadata: CpuMetadata) -> Tensor:
+    # ---- decode steps in fixed memory, see `forkkv.executor.graphs`
+
+    def static_metadata(self, batch: ForwardBatch, residual: bool) -> RepeatedMetadata:
+        """Metadata of decode steps whose rows, one token each, lie in the buffers of `batch`."""
+        return RepeatedMetadata(batch.block_size)
+
+    def refill(self, metadata: RepeatedMetadata, host: HostRows, groups: tuple[SharedPrefix, ...]) -> None:
+        """Plan the step of `host` for the calls that were made with the metadata, and for new ones. Mutates it."""
+        metadata.work = self._begin(host, groups, metadata.block_size, range(host.num_rows))
+        self._kernel.refresh(metadata.blocks)
+
+    def run(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        expansion: ResidualExpansion | None,
+        metadata: CpuMetadata | RepeatedMetadata,
+    ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
+        if isinstance(metadata, RepeatedMetadata):
+            metadata.blocks.append(self._kernel.own_block())
+            self._kernel.run(q, self.shape.scale, self._tensors(cache, expansion), out, own=metadata.blocks[-1])
+            return out
         for row in metadata.prefill:
             queries = q[row.begin : row.end]
             out[row.begin : row.end] = run_prefill_row(queries, row, cache, expansion, self.shape, self.cos, self.sin)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forkkv.attention.batch import ForwardBatch, HostRows
+from forkkv.attention.batch import HostRows
+from forkkv.types import SharedPrefix
 
 LONG_CONTEXT = 1024
 """Context behind a common beginning from which rows are worth being split by where they part."""
 
 
-def shared_groups(batch: ForwardBatch, rows: Sequence[int]) -> tuple[list[tuple[int, list[int]]], list[int]]:
-    """Partition `rows` into ([(leading blocks in common that hold no query, members)], rows that share with nobody)."""
+def shared_groups(
+    host: HostRows, shared: Sequence[SharedPrefix], block_size: int, rows: Sequence[int]
+) -> tuple[list[tuple[int, list[int]]], list[int]]:
+    """Partition `rows` into ([(leading blocks in common that hold no query, members)], rows that share with nobody);
+    `shared` are the step's groups."""
     left = dict.fromkeys(rows)
     groups: list[tuple[int, list[int]]] = []
-    for group in batch.groups:
+    for group in shared:
         members = [row for row in group.rows if row in left]
         if len(members) < 2:
             continue  # its partners are computed elsewhere
-        groups += _refine(batch.host, members, batch.block_size)
+        groups += _refine(host, members, block_size)
         for row in members:
             del left[row]
     return groups, list(left)

@@ -96,7 +96,7 @@ class ServerArgs(BaseSettings):
         "auto",
         description="Attention kernels; auto: compiled for the device, PyTorch where those do not fit the model.",
     )
-    enforce_eager: bool = Field(False, description="Do not capture CUDA graphs of decode steps.")
+    enforce_eager: bool = Field(False, description="Do not capture decode steps (CUDA graphs, programs on CPUs).")
     seed: int = Field(0, description="Seed of dummy weights and of requests without a seed.")
 
     # sharing

@@ -1,4 +1,5 @@
-"""Decode steps as CUDA graphs: one capture per padded number of rows, replayed with new content in the same memory.
+"""Decode steps as CUDA graphs, or as programs of the CPU's kernels: one capture per padded number of rows, replayed
+with new content in the same memory.
 
 Everything that differs between two decode steps of one size is data in buffers that stay where they are: token ids,
 positions, cache slots, block and unit tables, which token runs which adapter, and the work list of attention with its
@@ -16,11 +17,16 @@ from torch import Tensor
 
 from forkkv.attention.backend import AttentionBackend
 from forkkv.attention.batch import ForwardBatch, HostRows
+from forkkv.attention.cpu_backend import CpuBackend
 from forkkv.executor.cache import PagedCache
 from forkkv.lora.tensors import LoRATensors, static_lora_step
 from forkkv.lora.weights import AdapterWeights
 from forkkv.models.llama import LlamaModel, StepContext
 from forkkv.types import RESIDUAL_TILE, SharedPrefix
+from forkkv_kernels.lora_plan import ROWS_TOGETHER
+
+_MOST_ROWS_ON_CPU = 8
+"""With more rows the products take so much longer than Python that a program gains little, and keeps more memory."""
 
 Step = Callable[[], Tensor]
 
@@ -69,8 +75,17 @@ class CudaCapture:
         return replay
 
 
+class CpuCapture:
+    """Records a program of the CPU's kernels."""
+
+    def capture(self, step: Step) -> Step:
+        from forkkv_kernels.cpu.program import record
+
+        return record(step)
+
+
 class GraphBackend(Protocol):
-    """What graphs need of an attention backend besides `AttentionBackend`; see `TritonBackend`."""
+    """What graphs need of an attention backend besides `AttentionBackend`; see `TritonBackend`, `CpuBackend`."""
 
     def static_metadata(self, batch: ForwardBatch, residual: bool) -> Any:
         """Metadata in fixed memory for decode steps in the buffers of `batch`."""
@@ -100,12 +115,15 @@ class DecodeGraphs:
         max_model_len: int,
         strategy: CaptureStrategy | None = None,
     ) -> None:
-        """`backend` also has the methods of `GraphBackend`. `strategy` None: CUDA graphs."""
+        """`backend` also has the methods of `GraphBackend`. `strategy` None: the device's own."""
         self.model, self.cache, self.backend, self.lora = model, cache, backend, lora
-        self.sizes = padded_sizes(max_num_seqs)
+        on_cpu = isinstance(backend, CpuBackend)
+        # A row of padding costs a CPU as much as any other, and every size keeps memory of its own.
+        self.sizes = tuple(range(1, min(max_num_seqs, _MOST_ROWS_ON_CPU) + 1)) if on_cpu else padded_sizes(max_num_seqs)
+        self.rows_together = ROWS_TOGETHER if on_cpu else None
         self.captures = 0
         """Captures so far."""
-        self._strategy = strategy or CudaCapture()
+        self._strategy = strategy or (CpuCapture() if on_cpu else CudaCapture())
         self._max_blocks = -(-max_model_len // cache.spec.block_size) + 1
         self._rank = -1
         self._graphs: dict[int, _Graph] = {}
@@ -114,7 +132,7 @@ class DecodeGraphs:
     @staticmethod
     def supported(backend: AttentionBackend, device: torch.device) -> bool:
         """Whether graphs can be used on this device with this backend."""
-        return device.type == "cuda" and hasattr(backend, "static_metadata")
+        return device.type in ("cuda", "cpu") and hasattr(backend, "static_metadata")
 
     def accepts(self, batch: ForwardBatch) -> bool:
         """Whether the step is one of single tokens, not too many, that write no residual and store K, V with the
@@ -203,7 +221,7 @@ class _Graph:
         self.owner, self.batch = owner, batch
         self._backend = cast(GraphBackend, owner.backend)
         self._metadata = self._backend.static_metadata(batch, residual=bool(owner.lora.expansions))
-        self._lora = LoRATensors(owner.lora, batch.num_tokens, owner.model.device)
+        self._lora = LoRATensors(owner.lora, batch.num_tokens, owner.model.device, owner.rows_together)
         self._replay: Step | None = None
 
     def clear(self) -> None:

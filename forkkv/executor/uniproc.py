@@ -138,7 +138,6 @@ class UniprocExecutor:
         """Graphs of decode steps, or None where there are none or they are not wanted."""
         if self._config.model.enforce_eager or not DecodeGraphs.supported(self.backend, self._device):
             return None
-        self.lora.reserve()
         graphs = DecodeGraphs(
             self.model,
             cache,
@@ -147,8 +146,10 @@ class UniprocExecutor:
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=self.max_model_len,
         )
-        graphs.capture_all()
-        logger.info("captured %d CUDA graphs of decode steps", graphs.captures)
+        if self._device.type == "cuda":  # elsewhere a capture costs as much as a step
+            self.lora.reserve()
+            graphs.capture_all()
+            logger.info("captured %d CUDA graphs of decode steps", graphs.captures)
         return graphs
 
     def execute(self, plan: StepPlan) -> StepResult:

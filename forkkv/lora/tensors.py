@@ -21,7 +21,14 @@ from forkkv.lora.weights import GROUPS, AdapterWeights
 from forkkv.models.spec import ModelSpec
 from forkkv.types import RESIDUAL_TILE, AdapterId
 from forkkv_kernels import ops
-from forkkv_kernels.lora_plan import ResidualTable, TokenTiles, block_rows, plan_token_tiles, tile_capacity
+from forkkv_kernels.lora_plan import (
+    ROWS_TOGETHER,
+    ResidualTable,
+    TokenTiles,
+    block_rows,
+    plan_token_tiles,
+    tile_capacity,
+)
 
 _ALIGNMENT = 4
 """int32 numbers to whose multiples parts of the packed tensor begin: kernels are compiled for aligned pointers."""
@@ -38,9 +45,10 @@ class LoRATensors:
     `outputs[group]`: output widths of the modules.
     """
 
-    def __init__(self, weights: AdapterWeights, num_tokens: int, device: torch.device) -> None:
-        """Tables without content; `fill` before use. The shapes depend on the arguments alone, never on content."""
-        self.weights, self.num_tokens, self.rows = weights, num_tokens, block_rows(num_tokens)
+    def __init__(self, weights: AdapterWeights, num_tokens: int, device: torch.device, rows: int | None = None) -> None:
+        """Tables without content; `fill` before use. The shapes depend on the arguments alone, never on content.
+        `rows`: most tokens of a tile, by default what the kernels of GPUs want."""
+        self.weights, self.num_tokens, self.rows = weights, num_tokens, rows or block_rows(num_tokens)
         shapes: dict[str, tuple[int, ...]] = {
             "order": (num_tokens,),
             "tiles": (tile_capacity(num_tokens, weights.max_loras, self.rows), 3),
@@ -121,9 +129,12 @@ class KernelLoRAStep:
         """y [T, out] += s·(x·A)·B for the tokens with adapter weights, in place; x [T, in]. `group` of `GROUPS`."""
         if group not in self.groups:
             return
-        tokens, slot_tiles = self.tensors.tokens, self.tensors.slot_tiles[group]
-        shrunk = ops.lora_shrink(x, self.weights.a[group][layer], tokens, slot_tiles)
-        ops.lora_expand(y, shrunk, self.weights.b[group][layer], tokens, slot_tiles, self.tensors.outputs[group])
+        tokens, slot_tiles, outputs = self.tensors.tokens, self.tensors.slot_tiles[group], self.tensors.outputs[group]
+        a, b = self.weights.a[group][layer], self.weights.b[group][layer]
+        if tokens.block_rows <= ROWS_TOGETHER:
+            ops.lora_rows(x, y, a, b, tokens, slot_tiles, outputs)
+        else:
+            ops.lora_expand(y, ops.lora_shrink(x, a, tokens, slot_tiles), b, tokens, slot_tiles, outputs)
 
     def write_residuals(self, layer: int, h: Tensor, k: Tensor, cache: LayerCache, eps: float) -> None:
         """Write h·A of the step's residual writes into `cache`, in place; arguments as in `LoRAStep`."""

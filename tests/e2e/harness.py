@@ -199,12 +199,15 @@ class Reference:
 
 
 class LayerTokens:
-    """Counts the tokens that enter layer 0, by whose weights run there, with a forward pre-hook of the model."""
+    """Counts the tokens that enter layer 0, by whose weights run there, with a forward pre-hook of the model. Decode
+    steps run eagerly meanwhile, since a captured one does not come by here."""
 
     def __init__(self, core: EngineCore) -> None:
         executor: Any = core.executor
         self.base = 0
         self.adapter = 0
+        self._runner = executor.runner
+        self._graphs, self._runner.graphs = self._runner.graphs, None
         self._handle = executor.model.layers[0].register_forward_pre_hook(self._count)
 
     def _count(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -218,3 +221,4 @@ class LayerTokens:
 
     def close(self) -> None:
         self._handle.remove()
+        self._runner.graphs = self._graphs

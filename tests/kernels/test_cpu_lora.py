@@ -48,7 +48,11 @@ class Problem:
 
     def arguments(self, slots: list[int]) -> tuple[TokenTiles, Tensor, tuple[int, ...]]:
         order, tiles = plan_token_tiles(np.array(slots), SLOTS, ROWS_TOGETHER)
-        return TokenTiles(torch.from_numpy(order), torch.from_numpy(tiles), ROWS_TOGETHER), self.slot_tiles, self.outputs
+        return (
+            TokenTiles(torch.from_numpy(order), torch.from_numpy(tiles), ROWS_TOGETHER),
+            self.slot_tiles,
+            self.outputs,
+        )
 
 
 @pytest.mark.parametrize("modules", [1, 2, 3])

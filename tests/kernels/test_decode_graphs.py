@@ -11,8 +11,9 @@ from torch import Tensor
 
 from forkkv.attention.batch import ForwardBatch
 from forkkv.executor.batch_builder import build_batch
-from forkkv.executor.graphs import CudaCapture, DecodeGraphs, EagerReplay, padded_sizes
+from forkkv.executor.graphs import CaptureStrategy, CudaCapture, DecodeGraphs, EagerReplay, padded_sizes
 from forkkv.executor.runner import ModelRunner
+from forkkv.models.quantization import quantize_linears
 from forkkv.types import SharedPrefix, StepPlan
 from tests.models.factory import ALL_MODULES, make_adapter, make_model
 from tests.models.plans import Driver, Seq, make_runner
@@ -25,17 +26,27 @@ TOKENS = torch.randint(3, 500, (8, 40), generator=torch.Generator().manual_seed(
 class Compared:
     """A runner whose decode steps run twice, plainly and by graphs, with the largest difference of their logits."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int = 6) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        backend: str = "triton",
+        strategy: CaptureStrategy | None = None,
+        quantize: bool = False,
+    ) -> None:
+        """The graphs are those of GPUs, run eagerly, unless another `strategy` is given."""
         adapters = [folder / name for name in ("qkvo", "all", "wide")]
-        self.runner = make_runner(folder / "model", adapters, block_size=BLOCK, backend="triton", max_model_len=64)
+        self.runner = make_runner(folder / "model", adapters, block_size=BLOCK, backend=backend, max_model_len=64)
+        if quantize:
+            quantize_linears(self.runner.model)
         self.graphs = DecodeGraphs(
             self.runner.model,
             self.runner.cache,
             self.runner.backend,
             self.runner.lora,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=6,
             max_model_len=64,
-            strategy=EagerReplay(),
+            strategy=strategy or EagerReplay(),
         )
         self.driver = Driver(self.runner)
         self.worst = 0.0

@@ -61,8 +61,10 @@ def make_runner(
         spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, dtype.itemsize, dtype.itemsize, spec.qk_norm
     )
     cache = PagedCache(cache_spec, num_blocks, num_units, dtype, CPU, poison=poison)
-    chosen = model.make_backend(select_backend(CPU, dtype, attention_shape(spec), backend))
-    lora = AdapterWeights(spec, adapters, max_loras, CPU, dtype, model.k_gains, model.offset_rotation(block_size))
+    kind = select_backend(CPU, dtype, attention_shape(spec), backend)
+    chosen, pack = model.make_backend(kind), kind.pack_b_k if kind.reads_packed_b_k else None
+    rotation = model.offset_rotation(block_size)
+    lora = AdapterWeights(spec, adapters, max_loras, CPU, dtype, model.k_gains, rotation, pack)
     return ModelRunner(model, cache, chosen, lora, max_num_seqs=4, max_model_len=max_model_len)
 
 

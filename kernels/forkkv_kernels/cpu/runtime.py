@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,15 @@ from torch import Tensor
 from forkkv_kernels.cpu import parameters as P
 from forkkv_kernels.cpu.attention import kernels
 from forkkv_kernels.cpu.plan import CHUNK, TILE, Rows, WorkPlan, make_plan
+from forkkv_kernels.cpu.team import LiveBlock
 
+_OF_A_PLAN = (
+    slice(P.NUM_BLOCKS, P.V_WIDTH + 1),
+    slice(P.V_RANK, P.NUM_TOKENS + 1),
+    slice(P.COS, P.NEXT_TOKEN + 1),
+    slice(P.ROPE_AT, P.ROPE_AT + 1),
+)
+"""Where the parameter block holds what changes from step to step and not from layer to layer."""
 _LINE = 64
 """Floats to which the threads' buffers are rounded up, so that no two threads write to one cache line."""
 
@@ -113,12 +121,31 @@ class CpuAttention:
         self._set(ITEMS=tables.items, RUNS=tables.runs, ENTRIES=tables.entries, TOKENS=tables.tokens)
         self._set(PART_BEGIN=tables.part_begin, PARTS=tables.parts)
         self._set(NUM_ITEMS=len(tables.items), NUM_TOKENS=len(tables.tokens))
+        self._set(NEXT_THREAD=0, NEXT_ITEM=0, NEXT_TOKEN=0)
         self._reserve(work.plan)
 
-    def run(self, q: Tensor, scale: float, layer: LayerTensors, out: Tensor, lse: Tensor | None = None) -> None:
+    def own_block(self) -> LiveBlock:
+        """A block for the calls of one layer in a `Program`; `refresh` makes it follow the plan."""
+        return LiveBlock("q", self._block)
+
+    def refresh(self, blocks: Iterable[LiveBlock]) -> None:
+        """Put the plan of the latest `begin` into blocks. Mutates them."""
+        for block in blocks:
+            for part in _OF_A_PLAN:
+                block[part] = self._block[part]
+
+    def run(
+        self,
+        q: Tensor,
+        scale: float,
+        layer: LayerTensors,
+        out: Tensor,
+        lse: Tensor | None = None,
+        own: LiveBlock | None = None,
+    ) -> None:
         """Write attention of the planned query tokens to out (and lse [T, H]) for q; q, out [T, H, D] float32, out
-        contiguous, q within a token."""
-        block = self._block
+        contiguous, q within a token. `own`: a block of `own_block`, where the calls will be made again."""
+        block = self._block if own is None else own
         block[P.K_CACHE : P.B_V + 1] = layer.addresses
         block[P.BLOCK_SIZE], block[P.B_RANK] = layer.block_size, layer.b_rank
         block[P.Q], block[P.Q_STRIDE], block[P.OUT] = q.data_ptr(), q.stride(0), out.data_ptr()

@@ -38,6 +38,10 @@ def _fork() -> Callable[..., Any] | None:
     return None
 
 
+class LiveBlock(array):  # type: ignore[type-arg]
+    """A block of parameters that its owner writes anew before every call, also before those of a `Program`."""
+
+
 class TeamKernel:
     """A function void(voidptr) for `numba.cfunc`, compiled (or loaded from disk) at once."""
 
@@ -54,11 +58,23 @@ class TeamKernel:
     def __call__(self, block: array[int], threads: int) -> None:
         """Run it in `threads` threads with the address of `block`, and wait for all. It shares its work out by `take`,
         so that without an OpenMP library it can be called once."""
+        if watchers:
+            watchers[-1](self, block, threads)
         address, _ = block.buffer_info()
         if threads == 1 or self._fork is None:
             self._alone(address)
         else:
             self._fork(self._address, address, threads, 0)
+
+    def bind(self, address: int, threads: int) -> Callable[[], object]:
+        """The call with the block at `address`."""
+        if threads == 1 or self._fork is None:
+            return functools.partial(self._alone, address)
+        return functools.partial(self._fork, self._address, address, threads, 0)
+
+
+watchers: list[Callable[[TeamKernel, array[int], int], None]] = []
+"""Told of every call, before it, as long as they are here; the last one alone."""
 
 
 @intrinsic
