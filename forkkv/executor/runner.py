@@ -15,10 +15,13 @@ from forkkv.executor.batch_builder import build_batch
 from forkkv.executor.cache import PagedCache
 from forkkv.executor.graphs import DecodeGraphs
 from forkkv.executor.table import RequestTable
+from forkkv.log import get_logger
 from forkkv.lora.weights import AdapterWeights
 from forkkv.models.llama import LlamaModel
 from forkkv.sampling.sampler import SampleRow, sample
 from forkkv.types import Segment, StepPlan, StepResult
+
+logger = get_logger(__name__)
 
 
 class ModelRunner:
@@ -89,7 +92,11 @@ class ModelRunner:
         """Logits [S, vocab] of the sampled rows."""
         batch = self._batch(plan)
         if self.graphs is not None and self.graphs.accepts(batch):
-            return self.graphs.run(batch)
+            try:
+                return self.graphs.run(batch)
+            except NotImplementedError as error:
+                logger.warning("decode steps of this model run uncaptured: %s", error)
+                self.graphs = None
         return self.model(batch, self.cache, self.backend, self.lora)
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:

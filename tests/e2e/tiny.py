@@ -42,7 +42,7 @@ class TinyWorld:
     @classmethod
     def make(cls, root: Path, arch: str, adapters: Mapping[str, dict[str, Any]]) -> Self:
         """Write model and adapters (options of `make_adapter`) below `root`."""
-        model = make_model(root / "model", arch, head_dim=32 if arch == "qwen3" else None)
+        model = make_model(root / "model", arch, head_dim=32)
         folders = {
             name: make_adapter(root / name, model, seed=seed, **options)
             for seed, (name, options) in enumerate(adapters.items(), start=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -66,6 +68,15 @@ def test_a_failing_function_leaves_no_watcher():
     with pytest.raises(ValueError, match="no"):
         record(fail)
     assert not team.watchers
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x[x > 0], lambda x: x.sum().item(), torch.nonzero, lambda x: x.unique()]
+)
+def test_what_depends_on_content_is_refused(function: Callable[[Tensor], object]):
+    x = torch.randn(4, 4)
+    with pytest.raises(NotImplementedError, match="content"):
+        record(lambda: function(x))
 
 
 def test_several_results_are_refused():

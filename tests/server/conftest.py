@@ -159,7 +159,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     from tests.models.factory import make_model
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(folder, vocab=tokenizer.vocab_size, max_position=4096)
+    make_model(folder, vocab=tokenizer.vocab_size, max_position=4096, head_dim=32)
     tokenizer.save(folder)
     return folder
 

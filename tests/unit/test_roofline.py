@@ -194,6 +194,7 @@ def test_counts_of_a_plan_that_the_scheduler_made(tmp_path: Path) -> None:
     setup = Setup.make(argparse.Namespace(device="cpu", shape="tiny", tiny=True, backend="torch"))
     sizes = sizes_for(setup)
     config = engine_config(setup, sizes, tmp_path)
+    config = replace(config, model=replace(config.model, enforce_eager=True))
     executor = UniprocExecutor(config, progress=False)
     works: list[Work] = []
     plan = executor.backend.plan

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +24,7 @@ from forkkv_kernels.cpu.team import LiveBlock, TeamKernel
 Call = Callable[[], object]
 
 _WITHOUT_CONTENT = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_BY_CONTENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
 class Program:
@@ -54,8 +56,8 @@ class Program:
 def record(function: Callable[[], Any]) -> Program:
     """Run `function` once and return it as a program.
 
-    It must not decide anything by the content of tensors. Operations of PyTorch that return more than one new tensor
-    are not supported: `NotImplementedError`.
+    Raises `NotImplementedError` for operations that are not repeated alike: those whose result's shape, or anything
+    that Python learns of it, depends on the content of tensors, and those that return several new tensors.
     """
     recording = _Recording()
     team.watchers.append(recording.kernel)
@@ -98,6 +100,8 @@ class _Recording(TorchDispatchMode):
 
 def _repetition(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Call | None:
     """What does to the memory again what an operation did; None if it did nothing."""
+    if _BY_CONTENT.intersection(func.tags):
+        raise NotImplementedError(f"{func} in a program: what it returns depends on the content of tensors")
     schema = func._schema
     if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):
         return functools.partial(func, *args, **kwargs)

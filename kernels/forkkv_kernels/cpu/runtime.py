@@ -154,6 +154,8 @@ class CpuAttention:
         block[P.NEXT_THREAD] = block[P.NEXT_ITEM] = block[P.NEXT_TOKEN] = 0
         self._attend(block, self.threads)
         self._finish(block, min(self.threads, block[P.NUM_TOKENS]))
+        if own is not None:
+            own[P.NEXT_THREAD] = own[P.NEXT_ITEM] = own[P.NEXT_TOKEN] = 0
 
     def _set(self, **values: int | Tensor | np.ndarray) -> None:
         """Write sizes and addresses into the parameter block."""
