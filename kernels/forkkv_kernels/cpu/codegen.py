@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 WIDTH = 16
 """Floats in a vector."""
@@ -29,6 +31,18 @@ every call and make compiling ten times as long."""
 _LOG2E, _LN2_HI, _LN2_LO = 1.44269504088896341, 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _EXP_MIN = -87.0
+
+
+def pointer_to(kind: types.CPointer) -> Any:
+    """Intrinsic (address) -> a pointer of type `kind`."""
+
+    def cast(typingctx: Any, address: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            return builder.inttoptr(args[0], context.get_value_type(kind))
+
+        return kind(types.int64), generate
+
+    return intrinsic(cast)
 
 
 class Emitter:

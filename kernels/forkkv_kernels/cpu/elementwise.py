@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forkkv_kernels import reference_ops
 from forkkv_kernels.cpu import jit  # noqa: F401  configures Numba
-from forkkv_kernels.cpu.codegen import F32, FLOATS, I32, INT64S, WIDTH, Emitter, Variable
+from forkkv_kernels.cpu.codegen import F32, FLOATS, I32, INT64S, WIDTH, Emitter, Variable, pointer_to
 from forkkv_kernels.cpu.team import TeamKernel, address_of, parameter, take
 
 logger = logging.getLogger(__name__)
@@ -38,19 +38,7 @@ _X, _DELTA, _WEIGHT, _NORMED, _COLUMNS, _EPS = range(_FIRST, _FIRST + 6)
 _BOTH, _INNER, _WIDTH = range(_FIRST, _FIRST + 3)
 
 
-def _pointer(kind: types.CPointer) -> Any:
-    """Intrinsic (address) -> a pointer of type `kind`."""
-
-    def cast(typingctx: Any, address: Any) -> Any:
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-            return builder.inttoptr(args[0], context.get_value_type(kind))
-
-        return kind(types.int64), generate
-
-    return intrinsic(cast)
-
-
-_floats, _int64s = _pointer(FLOATS), _pointer(INT64S)
+_floats, _int64s = pointer_to(FLOATS), pointer_to(INT64S)
 
 
 @intrinsic

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from forkkv_kernels import reference_ops
 from forkkv_kernels.cpu import jit  # noqa: F401  configures Numba
-from forkkv_kernels.cpu.codegen import FLOATS, INT32S, WIDTH, Emitter
+from forkkv_kernels.cpu.codegen import FLOATS, INT32S, WIDTH, Emitter, pointer_to
 from forkkv_kernels.cpu.team import TeamKernel, address_of, parameter, take
 from forkkv_kernels.lora_plan import ROWS_TOGETHER, TILE, TokenTiles
 
@@ -34,19 +34,7 @@ _NEXT, _BLOCK = 24, 32
 """The counter of tiles taken has a cache line of its own."""
 
 
-def _pointer(kind: types.CPointer) -> Any:
-    """Intrinsic (address) -> a pointer of type `kind`."""
-
-    def cast(typingctx: Any, address: Any) -> Any:
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-            return builder.inttoptr(args[0], context.get_value_type(kind))
-
-        return kind(types.int64), generate
-
-    return intrinsic(cast)
-
-
-_floats, _int32s = _pointer(FLOATS), _pointer(INT32S)
+_floats, _int32s = pointer_to(FLOATS), pointer_to(INT32S)
 
 
 def _rows_of(emit: Emitter, order: ir.Value, base: ir.Value, stride: ir.Value, rows: int) -> list[ir.Value]:
