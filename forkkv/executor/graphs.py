@@ -132,7 +132,7 @@ class DecodeGraphs:
     @staticmethod
     def supported(backend: AttentionBackend, device: torch.device) -> bool:
         """Whether graphs can be used on this device with this backend."""
-        return device.type in ("cuda", "cpu") and hasattr(backend, "static_metadata")
+        return isinstance(backend, CpuBackend) or (device.type == "cuda" and hasattr(backend, "static_metadata"))
 
     def accepts(self, batch: ForwardBatch) -> bool:
         """Whether the step is one of single tokens, not too many, that write no residual and store K, V with the
