@@ -3,8 +3,8 @@
     python benchmarks/headline.py            # print it
     python benchmarks/headline.py --write    # put it into README.md, between its two marks
 
-Takes `results/fanout-*/results.json`, `results/lragent-*/results.json` and `results/fidelity.json`; of two runs of the
-same sizes, the later one. A test compares README.md with what this prints.
+Takes `results/*-fanout*/results.json`, `results/*-lragent*/results.json` and `results/fidelity.json`; of two runs of
+the same sizes, the later one. A test compares README.md with what this prints.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def headline(results: Path) -> str:
         sizes = run["sizes"]
         parts.append(
             f"{sizes['agents']} agents ask about one {sizes['tokens']:,}-token document, {sizes['max_tokens']} tokens "
-            "an answer; SmolLM2-135M in fp32 on two CPU cores, all servers in one run "
+            "an answer; SmolLM2-135M in fp32 on a CPU, all servers in one run "
             f"([table and plot](benchmarks/results/{name}/table.md)):"
         )
         parts.append(fanout_table(run))

@@ -19,7 +19,7 @@ import torch
 from benchmarks.lib.gpu_setup import Clock, Setup
 from benchmarks.lib.problem import Problem
 from benchmarks.lib.steps import Step, decode_step
-from forkkv.executor.graphs import DecodeGraphs, EagerReplay
+from forkkv.executor.graphs import CudaCapture, DecodeGraphs, EagerReplay
 from forkkv.models.llama import LlamaModel
 from forkkv.models.loader import load_weights
 from forkkv.models.resolve import ResolvedModel
@@ -90,7 +90,7 @@ def make_graphs(problem: Problem, model: LlamaModel, max_rows: int, max_len: int
         problem.lora,
         max_num_seqs=max_rows,
         max_model_len=max_len,
-        strategy=None if model.device.type == "cuda" else EagerReplay(),
+        strategy=CudaCapture() if model.device.type == "cuda" else EagerReplay(),
     )
 
 

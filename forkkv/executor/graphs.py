@@ -32,7 +32,14 @@ Step = Callable[[], Tensor]
 
 
 class CaptureStrategy(Protocol):
-    """How a function on fixed memory is made repeatable."""
+    """How a function on fixed memory is made repeatable. `rows_together`: most tokens of a tile of the adapters'
+    tables, None for what the kernels of GPUs want."""
+
+    rows_together: int | None
+
+    def sizes(self, max_rows: int) -> tuple[int, ...]:
+        """Numbers of rows, ascending, that steps are padded to; larger steps are not captured."""
+        ...
 
     def capture(self, step: Step) -> Step:
         """A function that does what `step` does, as often as it is called, with what is then in the memory. `step` may
@@ -40,8 +47,18 @@ class CaptureStrategy(Protocol):
         ...
 
 
+def padded_sizes(max_rows: int) -> tuple[int, ...]:
+    """Powers of two below `max_rows`, and `max_rows`."""
+    return (*(1 << i for i in range((max_rows - 1).bit_length())), max_rows)
+
+
 class EagerReplay:
     """Runs the function itself: what a graph would compute, where there are no graphs. For tests."""
+
+    rows_together: int | None = None
+
+    def sizes(self, max_rows: int) -> tuple[int, ...]:
+        return padded_sizes(max_rows)
 
     def capture(self, step: Step) -> Step:
         return step
@@ -50,11 +67,15 @@ class EagerReplay:
 class CudaCapture:
     """Records a CUDA graph. All graphs share one memory pool, since only one of them runs at a time."""
 
+    rows_together: int | None = None
     _WARM_UPS = 2
     """Runs before the recording, in which kernels are compiled and libraries allocate their workspaces."""
 
     def __init__(self) -> None:
         self._pool: Any = None
+
+    def sizes(self, max_rows: int) -> tuple[int, ...]:
+        return padded_sizes(max_rows)
 
     def capture(self, step: Step) -> Step:
         side = torch.cuda.Stream()
@@ -78,6 +99,12 @@ class CudaCapture:
 class CpuCapture:
     """Records a program of the CPU's kernels."""
 
+    rows_together: int | None = ROWS_TOGETHER
+
+    def sizes(self, max_rows: int) -> tuple[int, ...]:
+        """A row of padding costs a CPU as much as any other, and every size keeps memory of its own."""
+        return tuple(range(1, min(max_rows, _MOST_ROWS_ON_CPU) + 1))
+
     def capture(self, step: Step) -> Step:
         from forkkv_kernels.cpu.program import record
 
@@ -96,9 +123,11 @@ class GraphBackend(Protocol):
         ...
 
 
-def padded_sizes(max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows that steps are padded to: powers of two below `max_rows`, and `max_rows`."""
-    return (*(1 << i for i in range((max_rows - 1).bit_length())), max_rows)
+def choose_strategy(backend: AttentionBackend, device: torch.device) -> CaptureStrategy | None:
+    """How decode steps are captured on this device with this backend; None if they are not."""
+    if isinstance(backend, CpuBackend):
+        return CpuCapture()
+    return CudaCapture() if device.type == "cuda" and hasattr(backend, "static_metadata") else None
 
 
 class DecodeGraphs:
@@ -113,26 +142,18 @@ class DecodeGraphs:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        strategy: CaptureStrategy | None = None,
+        strategy: CaptureStrategy,
     ) -> None:
-        """`backend` also has the methods of `GraphBackend`. `strategy` None: the device's own."""
+        """`backend` also has the methods of `GraphBackend`."""
         self.model, self.cache, self.backend, self.lora = model, cache, backend, lora
-        on_cpu = isinstance(backend, CpuBackend)
-        # A row of padding costs a CPU as much as any other, and every size keeps memory of its own.
-        self.sizes = tuple(range(1, min(max_num_seqs, _MOST_ROWS_ON_CPU) + 1)) if on_cpu else padded_sizes(max_num_seqs)
-        self.rows_together = ROWS_TOGETHER if on_cpu else None
+        self.strategy = strategy
+        self.sizes = strategy.sizes(max_num_seqs)
         self.captures = 0
         """Captures so far."""
-        self._strategy = strategy or (CpuCapture() if on_cpu else CudaCapture())
         self._max_blocks = -(-max_model_len // cache.spec.block_size) + 1
         self._rank = -1
         self._graphs: dict[int, _Graph] = {}
         self._rows: _StaticRows | None = None
-
-    @staticmethod
-    def supported(backend: AttentionBackend, device: torch.device) -> bool:
-        """Whether graphs can be used on this device with this backend."""
-        return isinstance(backend, CpuBackend) or (device.type == "cuda" and hasattr(backend, "static_metadata"))
 
     def accepts(self, batch: ForwardBatch) -> bool:
         """Whether the step is one of single tokens, not too many, that write no residual and store K, V with the
@@ -173,7 +194,7 @@ class DecodeGraphs:
     def capture(self, step: Step) -> Step:
         """`step` made repeatable; counted."""
         self.captures += 1
-        return self._strategy.capture(step)
+        return self.strategy.capture(step)
 
 
 class _StaticRows:
@@ -221,7 +242,7 @@ class _Graph:
         self.owner, self.batch = owner, batch
         self._backend = cast(GraphBackend, owner.backend)
         self._metadata = self._backend.static_metadata(batch, residual=bool(owner.lora.expansions))
-        self._lora = LoRATensors(owner.lora, batch.num_tokens, owner.model.device, owner.rows_together)
+        self._lora = LoRATensors(owner.lora, batch.num_tokens, owner.model.device, owner.strategy.rows_together)
         self._replay: Step | None = None
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ from forkkv.errors import ConfigError
 from forkkv.executor.cache import PagedCache
 from forkkv.executor.compare import divergence
 from forkkv.executor.device import available_cache_bytes, choose_device, choose_dtype, use_physical_cores
-from forkkv.executor.graphs import DecodeGraphs
+from forkkv.executor.graphs import DecodeGraphs, choose_strategy
 from forkkv.executor.runner import ModelRunner
 from forkkv.kvcache.spec import CacheSpec
 from forkkv.log import get_logger
@@ -136,7 +136,8 @@ class UniprocExecutor:
 
     def _capture_graphs(self, cache: PagedCache) -> DecodeGraphs | None:
         """Graphs of decode steps, or None where there are none or they are not wanted."""
-        if self._config.model.enforce_eager or not DecodeGraphs.supported(self.backend, self._device):
+        strategy = choose_strategy(self.backend, self._device)
+        if self._config.model.enforce_eager or strategy is None:
             return None
         graphs = DecodeGraphs(
             self.model,
@@ -145,6 +146,7 @@ class UniprocExecutor:
             self.lora,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=self.max_model_len,
+            strategy=strategy,
         )
         if self._device.type == "cuda":  # elsewhere a capture costs as much as a step
             self.lora.reserve()

@@ -10,7 +10,7 @@ import torch
 
 from forkkv.executor.graphs import CpuCapture
 from forkkv.types import SharedPrefix
-from tests.kernels.test_decode_graphs import BLOCK, FORK, PROMPT, Compared, sequence
+from tests.kernels.test_decode_graphs import BLOCK, FORK, PROMPT, Compared, a_document_and_its_agents, sequence
 from tests.models.factory import ALL_MODULES, make_adapter, make_model
 
 pytest.importorskip("numba")
@@ -42,14 +42,7 @@ def test_replay_equals_the_plain_path(make: Make, arch: str, quantize: bool) -> 
     the slots in later runs of the same program."""
     world = make(arch, quantize=quantize)
     driver = world.driver
-    driver.load(0, 3)
-    driver.load(1, 1)
-    first = sequence("first", 0, 0)
-    driver.run(first, (PROMPT,))
-    agents = [sequence(f"agent{i}", i + 1, adapter, first) for i, adapter in enumerate((3, 1, 1, 0))]
-    for agent in agents:
-        driver.run(agent, (PROMPT,))
-    everyone = [first, *agents]
+    everyone = first, *agents = a_document_and_its_agents(driver)
     shared = FORK // BLOCK
     for count, groups in (
         (5, (SharedPrefix(shared, (0, 1, 2, 3, 4)),)),

@@ -102,6 +102,18 @@ def sequence(name: str, row: int, adapter: int, shared: Seq | None = None) -> Se
     return seq
 
 
+def a_document_and_its_agents(driver: Driver) -> list[Seq]:
+    """A base row and four on its document, with the adapters 3, 1, 1 and none, in slots 0 and 1; prompts are run."""
+    driver.load(0, 3)
+    driver.load(1, 1)
+    first = sequence("first", 0, 0)
+    driver.run(first, (PROMPT,))
+    agents = [sequence(f"agent{i}", i + 1, adapter, first) for i, adapter in enumerate((3, 1, 1, 0))]
+    for agent in agents:
+        driver.run(agent, (PROMPT,))
+    return [first, *agents]
+
+
 def test_padded_sizes() -> None:
     assert padded_sizes(1) == (1,)
     assert padded_sizes(6) == (1, 2, 4, 6)
@@ -113,15 +125,8 @@ def test_replay_equals_the_plain_path(make: Callable[[], Compared]) -> None:
     and rows that do not: logits and what was stored agree, and every size is captured once."""
     world = make()
     driver = world.driver
-    driver.load(0, 3)
-    driver.load(1, 1)
-    first = sequence("first", 0, 0)
-    driver.run(first, (PROMPT,))
-    agents = [sequence(f"agent{i}", i + 1, adapter, first) for i, adapter in enumerate((3, 1, 1, 0))]
-    for agent in agents:
-        driver.run(agent, (PROMPT,))
+    everyone = first, *agents = a_document_and_its_agents(driver)
     shared = FORK // BLOCK
-    everyone = [first, *agents]
     end = PROMPT + 1
     for count, groups in (
         (5, (SharedPrefix(shared, (0, 1, 2, 3, 4)),)),
