@@ -17,8 +17,8 @@ class RecordFile:
     """Records of one run. Every `add` is on the disk when it returns, so a run that was ended loses one batch."""
 
     def __init__(self, path: Path, settings: dict[str, Any], *, resume: bool) -> None:
-        """Go on with the file, or start anew: then what is there is replaced by the first `add`. Raises `ValueError` if
-        a file to go on with was written with other settings."""
+        """Go on with the file, or start anew: then what is there is replaced by the first `add`. A file to go on with
+        may lack adapters, or have some that are gone. Raises `ValueError` if one was written with other settings."""
         self.path, self.settings, self.records = path, settings, list[Record]()
         self._is_new = not (resume and path.exists())
         if not self._is_new:
@@ -30,9 +30,11 @@ class RecordFile:
         self.path.write_text(text)
         first, *lines = text.splitlines()
         found, wanted = json.loads(first), self.settings
-        if found != wanted:
-            changed = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+        if changed := _changed(found, wanted):
             raise ValueError(f"{self.path} was made with another {', '.join(changed)}; run without --resume")
+        self.settings = {**wanted, "adapters": {**found["adapters"], **wanted["adapters"]}}
+        if self.settings != found:
+            self.path.write_text("\n".join([json.dumps(self.settings), *lines, ""]))
         self.records = [Record(**json.loads(line)) for line in lines]
 
     @property
@@ -49,3 +51,10 @@ class RecordFile:
         with self.path.open("a") as file:
             file.writelines(json.dumps(record.as_dict()) + "\n" for record in new)
         self.records += new
+
+
+def _changed(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Names of the settings that differ; an adapter that only one of the two knows does not."""
+    flat = [{**settings, **settings["adapters"], "adapters": None} for settings in (found, wanted)]
+    both = set(found["adapters"]) & set(wanted["adapters"])
+    return sorted(name for name in (found.keys() | wanted.keys() | both) if flat[0].get(name) != flat[1].get(name))

@@ -1,4 +1,4 @@
-"""Attention on CPUs: decode and short rows by a compiled kernel that reads paged blocks in place, others by PyTorch."""
+"""Attention on CPUs: every row by a compiled kernel that reads paged blocks in place."""
 
 from __future__ import annotations
 
@@ -7,31 +7,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from forkkv.attention.backend import AttentionBackend, AttentionShape, LayerCache, ResidualExpansion
 from forkkv.attention.batch import ForwardBatch, HostRows
 from forkkv.attention.groups import shared_groups
-from forkkv.attention.prefill import PrefillRow, plan_prefill_row, run_prefill_row
 from forkkv.types import SharedPrefix
 
 if TYPE_CHECKING:
     from forkkv_kernels.cpu.runtime import LayerTensors, StepWork
     from forkkv_kernels.cpu.team import LiveBlock
-
-_SHORT = 16
-"""Query tokens up to which a row is computed by the kernel. Longer ones gain more from PyTorch's blocked products than
-they lose by putting K and V together first."""
-
-
-@dataclass(frozen=True, slots=True)
-class CpuMetadata:
-    """Work of one step; `work` is None when every row is long."""
-
-    prefill: tuple[PrefillRow, ...]
-    work: StepWork | None
 
 
 @dataclass(slots=True)
@@ -77,21 +63,11 @@ class CpuBackend(AttentionBackend):
 
         return pack_b_k(b_k, num_kv_heads)
 
-    def plan(self, batch: ForwardBatch) -> CpuMetadata:
-        host = batch.host
-        lengths = np.diff(host.cu_seqlens_q)
-        short = np.flatnonzero(lengths <= _SHORT).tolist()
-        device = batch.input_ids.device
-        prefill = tuple(
-            plan_prefill_row(host, row, batch.block_size, device) for row in np.flatnonzero(lengths > _SHORT).tolist()
-        )
-        work = self._begin(host, batch.groups, batch.block_size, short) if short else None
-        return CpuMetadata(prefill, work)
+    def plan(self, batch: ForwardBatch) -> StepWork:
+        return self._begin(batch.host, batch.groups, batch.block_size)
 
-    def _begin(
-        self, host: HostRows, groups: Sequence[SharedPrefix], block_size: int, members: Sequence[int]
-    ) -> StepWork:
-        """Plan the rows `members` for the kernel, and make that what it does next."""
+    def _begin(self, host: HostRows, groups: Sequence[SharedPrefix], block_size: int) -> StepWork:
+        """Plan all rows for the kernel, and make that what it does next."""
         from forkkv_kernels.cpu.plan import Rows
 
         rows = Rows(
@@ -104,7 +80,7 @@ class CpuBackend(AttentionBackend):
             host.residual_k_table,
             host.residual_v_table,
         )
-        shared, alone = shared_groups(host, groups, block_size, members)
+        shared, alone = shared_groups(host, groups, block_size, range(host.num_rows))
         together = [(blocks * block_size, part) for blocks, part in shared] + [(0, [row]) for row in alone]
         work = self._kernel.plan(rows, together, host.kv_block_table)
         self._kernel.begin(work)
@@ -118,7 +94,7 @@ class CpuBackend(AttentionBackend):
 
     def refill(self, metadata: RepeatedMetadata, host: HostRows, groups: tuple[SharedPrefix, ...]) -> None:
         """Plan the step of `host` for the calls that were made with the metadata, and for new ones. Mutates it."""
-        metadata.work = self._begin(host, groups, metadata.block_size, range(host.num_rows))
+        metadata.work = self._begin(host, groups, metadata.block_size)
         self._kernel.refresh(metadata.blocks)
 
     def run(
@@ -126,18 +102,14 @@ class CpuBackend(AttentionBackend):
         q: Tensor,
         cache: LayerCache,
         expansion: ResidualExpansion | None,
-        metadata: CpuMetadata | RepeatedMetadata,
+        metadata: StepWork | RepeatedMetadata,
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         if isinstance(metadata, RepeatedMetadata):
             metadata.blocks.append(self._kernel.own_block())
             self._kernel.run(q, self.shape.scale, self._tensors(cache, expansion), out, own=metadata.blocks[-1])
             return out
-        for row in metadata.prefill:
-            queries = q[row.begin : row.end]
-            out[row.begin : row.end] = run_prefill_row(queries, row, cache, expansion, self.shape, self.cos, self.sin)
-        if metadata.work is not None:
-            self._kernel.run(q, self.shape.scale, self._tensors(cache, expansion), out)
+        self._kernel.run(q, self.shape.scale, self._tensors(cache, expansion), out)
         return out
 
     def _tensors(self, cache: LayerCache, expansion: ResidualExpansion | None) -> LayerTensors:

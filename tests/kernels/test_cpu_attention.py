@@ -17,6 +17,7 @@ from forkkv_kernels.cpu.plan import (
     ITEM_ENTRIES,
     ITEM_FIRST_ENTRY,
     ITEM_ROW,
+    MAX_ENTRIES,
     Rows,
     make_plan,
 )
@@ -101,12 +102,14 @@ def groups_of(case: AttentionCase) -> list[tuple[int, list[int]]]:
 def test_plan_covers_every_token_once(data: st.DataObject, threads: int) -> None:
     """Every query token sees each position of its context in exactly one item, whose block table holds it."""
     shared = data.draw(st.integers(0, 40)) * 16
-    rows = [(shared + data.draw(st.integers(1, 700)), data.draw(st.integers(1, 9))) for _ in range(3)]
+    queries = st.one_of(st.integers(1, 9), st.integers(10, 3 * MAX_ENTRIES))
+    rows = [(shared + data.draw(st.integers(1, 700)), data.draw(queries)) for _ in range(3)]
     lengths = [(max(n, shared + q), q) for n, q in rows]
     plan = make_plan(_rows(lengths), [(shared, [2, 0]), (0, [1])], 3, threads)
     seen = {(row, q): np.zeros(n, int) for row, (n, count) in enumerate(lengths) for q in range(count)}
     owners = [(row, q) for row, (_, count) in enumerate(lengths) for q in range(count)]
     for item in plan.tables.items:
+        assert item[ITEM_ENTRIES] <= MAX_ENTRIES
         for entry in plan.tables.entries[item[ITEM_FIRST_ENTRY] :][: item[ITEM_ENTRIES]]:
             row, q = owners[entry[0]]
             n, count = lengths[row]

@@ -203,7 +203,7 @@ def test_a_writer_asks_its_own_question_on_the_document():
 
 
 def test_a_run_goes_on_where_it_ended(tmp_path: Path):
-    path, made_with = tmp_path / "records.jsonl", {"model": "m"}
+    path, made_with = tmp_path / "records.jsonl", {"model": "m", "adapters": {"plain/sql": "1"}}
     first = cell("plain", "none", [True, False])
     RecordFile(path, made_with, resume=False).add(first)
     with path.open("a") as file:
@@ -214,11 +214,24 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path):
     again.add(cell("plain", "fork", [True]))
     assert len(RecordFile(path, made_with, resume=True).records) == 3
     with pytest.raises(ValueError, match="another model"):
-        RecordFile(path, {"model": "n"}, resume=True)
+        RecordFile(path, {**made_with, "model": "n"}, resume=True)
     anew = RecordFile(path, made_with, resume=False)
     assert anew.records == [] and len(RecordFile(path, made_with, resume=True).records) == 3
     anew.add(first)
     assert RecordFile(path, made_with, resume=True).records == first
+
+
+def test_a_team_may_join_a_run_and_none_may_change(tmp_path: Path):
+    path, made_with = tmp_path / "records.jsonl", {"model": "m", "adapters": {"plain/sql": "1"}}
+    first, more = cell("plain", "none", [True, False]), cell("fork", "fork", [True])
+    RecordFile(path, made_with, resume=False).add(first)
+    joined = RecordFile(path, {"model": "m", "adapters": {"fork/sql": "2"}}, resume=True)
+    joined.add(more)
+    again = RecordFile(path, {"model": "m", "adapters": {"plain/sql": "1", "fork/sql": "2"}}, resume=True)
+    assert again.records == first + more
+    for adapters in ({"plain/sql": "3"}, {"fork/sql": "3"}):
+        with pytest.raises(ValueError, match=f"another {next(iter(adapters))}"):
+            RecordFile(path, {"model": "m", "adapters": adapters}, resume=True)
 
 
 def test_the_page_and_the_plot_show_every_cell(tmp_path: Path):

@@ -8,7 +8,8 @@ part    one item's result for one entry; the parts of a token are merged at the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,9 @@ RUN_ENTRIES, RUN_ROW, RUN_SLOT, RUN_K_TILES, RUN_V_TILES, RUN_LENGTH = range(6)
 ITEM_ROW, ITEM_BEGIN, ITEM_END, ITEM_FIRST_ENTRY, ITEM_ENTRIES, ITEM_FIRST_RUN, ITEM_RUNS, ITEM_PARTIAL = range(8)
 PART_FIRST, PART_COUNT, PART_INDEX = range(3)
 
+MAX_ENTRIES = 64
+"""Query tokens of an item: enough to make turning and expanding its keys cheap, few enough for its scores to stay in
+the second cache."""
 _ITEMS_PER_THREAD = 4
 
 
@@ -80,20 +84,42 @@ def make_plan(rows: Rows, groups: Sequence[tuple[int, Sequence[int]]], num_heads
     builder = _Builder(rows, num_heads)
     spans: list[_Span] = []
     for shared, members in groups:
+        pieces = [piece for row in sorted(members, key=builder.residual) for piece in builder.pieces(row)]
         if shared:
-            spans.append(builder.span(sorted(members, key=builder.residual), 0, shared))
-        spans += [builder.span([row], shared, int(rows.seq_lens[row])) for row in members]
+            spans += [builder.span(together, 0, shared) for together in _batches(pieces)]
+        spans += [builder.span([piece], shared, piece.end) for piece in pieces]
     target = max(sum(span.cost for span in spans) / (threads * _ITEMS_PER_THREAD), 1.0)
-    pieces: list[tuple[float, _Span, int, int]] = []
+    parts: list[tuple[float, _Span, int, int]] = []
     for span in spans:
         length = span.end - span.begin
         count = min(max(1, round(span.cost / target)), -(-length // CHUNK))
         size = -(-length // (count * TILE)) * TILE
-        pieces += [(span.cost / count, span, at, min(at + size, span.end)) for at in range(span.begin, span.end, size)]
+        parts += [(span.cost / count, span, at, min(at + size, span.end)) for at in range(span.begin, span.end, size)]
     # Longest first: whoever is done early takes one of the small ones that are left.
-    for _, span, begin, end in sorted(pieces, key=lambda piece: -piece[0]):
+    for _, span, begin, end in sorted(parts, key=lambda part: -part[0]):
         builder.add(span, begin, end)
     return builder.finish()
+
+
+class _Piece(NamedTuple):
+    """Query tokens [first, last) of a row; the last of them sees the context [0, end)."""
+
+    row: int
+    first: int
+    last: int
+    end: int
+
+
+def _batches(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """`pieces` in their order, as many together as one item may have."""
+    batch, count = list[_Piece](), 0
+    for piece in pieces:
+        if batch and count + piece.last - piece.first > MAX_ENTRIES:
+            yield batch
+            batch, count = [], 0
+        batch.append(piece)
+        count += piece.last - piece.first
+    yield batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +162,22 @@ class _Builder:
             self._residuals[row] = key
         return self._residuals[row]
 
-    def span(self, members: list[int], begin: int, end: int) -> _Span:
-        """Note entries and runs of `members`, rows with one residual side by side.
+    def pieces(self, row: int) -> list[_Piece]:
+        """The query tokens of `row`, at most `MAX_ENTRIES` in each piece."""
+        first, last = self._bounds[row], self._bounds[row + 1]
+        bounds = [*range(first, last, MAX_ENTRIES), last]
+        unseen = last - self._seq_lens[row]
+        return [_Piece(row, begin, end, end - unseen) for begin, end in itertools.pairwise(bounds)]
+
+    def span(self, members: list[_Piece], begin: int, end: int) -> _Span:
+        """Note entries and runs of `members`, those with one residual side by side.
 
         The cost counts multiplications per KV head and dimension; turning the keys of a token counts as eight.
         """
         first_entry, first_run, cost = len(self._entries), len(self._runs), 8.0
         key = None
-        for row in members:
-            first, last = self._bounds[row], self._bounds[row + 1]
-            start = self._seq_lens[row] - (last - first)
-            self._entries += [(token, start + token - first + 1) for token in range(first, last)]
+        for row, first, last, seen in members:
+            self._entries += [(token, seen - last + token + 1) for token in range(first, last)]
             cost += 2 * self._num_heads * (last - first)
             if (own := self.residual(row)) == key:
                 self._runs[-1] = (self._runs[-1][0] + last - first, *self._runs[-1][1:])
@@ -157,7 +188,7 @@ class _Builder:
             cost += 16 * tiles[0] + 4 if reads > begin else 0
         entries, runs = len(self._entries) - first_entry, len(self._runs) - first_run
         self._max_k_tiles = max(self._max_k_tiles, sum(run[RUN_K_TILES] for run in self._runs[first_run:]))
-        return _Span(members[0], begin, end, first_entry, entries, first_run, runs, cost * (end - begin))
+        return _Span(members[0].row, begin, end, first_entry, entries, first_run, runs, cost * (end - begin))
 
     def add(self, span: _Span, begin: int, end: int) -> None:
         """Make [begin, end) of a span an item."""
