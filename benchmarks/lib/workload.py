@@ -44,10 +44,13 @@ def run(options: WorkloadOptions, rates: MachineRates) -> bool:
         descriptions = {name: peer.description for name, peer in options.peers.items()}
         report = Report(options, traces, rates, GATE_TOKENS, descriptions)
         gate = _Gate(work.document(40, 900), site.agents > 0)
-        for name, peer in options.peers.items():
-            began = time.monotonic()
-            report.rows += _measure(name, peer, site, report, gate)
-            print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+        rounds: dict[str, list[Row]] = {name: [] for name in options.peers}
+        for _ in range(options.rounds):
+            for name, peer in options.peers.items():
+                began = time.monotonic()
+                rounds[name] += _measure(name, peer, site, report, gate)
+                print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+        report.rows = [row for rows in rounds.values() for row in workload_report.typical(rows)]
     lines = workload_claims.lines(report)
     print("\n" + workload_report.text(report, lines))
     workload_report.write(report, options.out, lines)

@@ -18,8 +18,8 @@ _SIZES = ("agents", "tokens", "max_tokens", "requests", "requests_per_s", "seed"
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """`limit_s`: seconds that one trace may take on one server. `out`: folder of the results. `anyway`: judge although
-    others used the CPU."""
+    """`limit_s`: seconds that one trace may take on one server. `rounds`: times that every server runs its traces, in
+    turns. `out`: folder of the results. `anyway`: judge although others used the CPU."""
 
     workload: str
     peers: dict[str, Peer]
@@ -28,6 +28,7 @@ class WorkloadOptions:
     out: Path
     quick: bool
     anyway: bool
+    rounds: int = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--requests", type=int, help="how many (open)")
     group.add_argument("--requests-per-s", type=float, help="mean rate of arrivals (open)")
     group.add_argument("--seed", type=int)
+    group.add_argument("--rounds", type=int, default=1, help="run the servers this often, in turns; medians count")
     group.add_argument("--limit-s", type=float, default=1800, help="most seconds of one trace on one server")
     group.add_argument("--out", type=Path, help="folder of table.md, plot.svg, results.json")
 
@@ -67,6 +69,8 @@ def parse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Workload
         parser.error("--agents: at least one")
     if args.url is not None and sizes.agents > args.names.count(","):
         parser.error(f"--names: {sizes.agents} adapters are needed behind the base model")
+    if args.rounds < 1:
+        parser.error("--rounds: at least one")
     try:
         peers = chosen(args.peers, adapters=sizes.agents > 0)
     except ValueError as error:
@@ -74,4 +78,4 @@ def parse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Workload
     if args.url is not None:
         peers = {"given": GivenServer(args.url, tuple(args.names.split(",")), args.choose_by)}
     out = args.out or ROOT / "benchmarks/results" / f"{time.strftime('%Y-%m-%d')}-{args.workload}"
-    return WorkloadOptions(args.workload, peers, sizes, args.limit_s, out, args.quick, args.anyway)
+    return WorkloadOptions(args.workload, peers, sizes, args.limit_s, out, args.quick, args.anyway, args.rounds)

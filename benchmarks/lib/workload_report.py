@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,19 @@ class Row:
     @property
     def disturbed(self) -> bool:
         return self.other_load is not None and self.other_load > BUSY_PERCENT
+
+
+def typical(rows: Sequence[Row]) -> list[Row]:
+    """Of several rounds of one server, for each part the row with the median of the seconds, the lower one of two; of
+    those that nobody disturbed, if there are any. A round that failed is taken before all others."""
+    chosen = []
+    for part in dict.fromkeys(row.part for row in rows):
+        of_part = [row for row in rows if row.part == part]
+        failed = [row for row in of_part if row.summary is None or row.summary.failed]
+        quiet = [row for row in of_part if not row.disturbed] or of_part
+        by_time = sorted(quiet, key=lambda row: row.summary.seconds if row.summary else 0.0)
+        chosen.append(failed[0] if failed else by_time[(len(by_time) - 1) // 2])
+    return chosen
 
 
 @dataclass
@@ -133,6 +147,8 @@ def text(report: Report, lines: list[Line], as_markdown: bool = False) -> str:
     if lines:
         table = lines_report.table(lines)
         parts.append(f"```\n{table}\n```" if as_markdown else table)
+    if report.options.rounds > 1:
+        parts.append(f"Servers ran {report.options.rounds} times in turns; a row is the run with the median seconds.")
     if report.options.quick:
         parts.append("Quick sizes: these numbers claim nothing.")
     return "\n\n".join(part for part in parts if part)
@@ -175,6 +191,7 @@ def _as_json(report: Report, lines: list[Line]) -> str:
         "workload": report.options.workload,
         "quick": report.options.quick,
         "sizes": asdict(report.options.sizes),
+        "rounds": report.options.rounds,
         "machine": report.rates.as_dict(),
         "descriptions": report.descriptions,
         "tail_forward_s": report.tail_forward_s,

@@ -174,6 +174,18 @@ def test_disturbed_rows_are_told_and_judged_only_anyway() -> None:
     assert len(workload_claims.lines(found)) == 2
 
 
+def test_of_several_rounds_the_median_counts_unless_one_failed() -> None:
+    runs = [row("forkkv", "5.0k", outcome(0, 1, seconds)) for seconds in (9, 5, 7, 6)]
+    assert workload_report.typical(runs) == [runs[3]]
+    disturbed = [replace(run, other_load=50.0) for run in runs[1:]]
+    assert workload_report.typical([*disturbed, runs[0]]) == [runs[0]]
+    assert workload_report.typical(disturbed) == [disturbed[2]]
+    broken = row("forkkv", "5.0k", outcome(0, 0, 0, error="refused"))
+    assert workload_report.typical([*runs, broken]) == [broken]
+    apart = row("forkkv", "apart", outcome(0, 1, 2))
+    assert workload_report.typical([apart, runs[0], apart]) == [apart, runs[0]]
+
+
 def test_the_picture_is_well_formed() -> None:
     bars = [Bar("a & <b>", 2.0, "2.00", True), Bar("c", None, "not available", False), Bar("d", 4.0, "4.00", False)]
     root = ElementTree.fromstring(bar_charts("title", [("chart", bars), ("empty", [])]))
@@ -215,6 +227,7 @@ def test_options() -> None:
         ("--workload", "fanout", "--agents", "0"),
         ("--workload", "turns", "--tokens", "400"),
         ("--workload", "fanout", "--peers", "nobody"),
+        ("--workload", "fanout", "--rounds", "0"),
         ("--workload", "fanout", "--url", "http://127.0.0.1:1"),
         ("--workload", "lragent", "--url", "http://127.0.0.1:1", "--names", "b,x"),
     ],
