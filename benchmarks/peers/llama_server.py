@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,24 @@ def _binary() -> Path:
     return _folder() / "build/bin/llama-server"
 
 
+def _built_for() -> Path:
+    """Says for which processor the server was built: on another one it is slow, or dies of an illegal instruction."""
+    return _folder() / "build/processor"
+
+
+def _processor() -> str:
+    """Name and instructions of this processor."""
+    words = ("model name", "flags", "Features")
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "\n".join(dict.fromkeys(line for line in lines if line.startswith(words)))
+    return platform.processor()
+
+
+def _is_ours() -> bool:
+    return _built_for().exists() and _built_for().read_text() == _processor()
+
+
 def set_up() -> None:
     """Fetch the source, build the server for this processor (minutes), and what its converter needs beside our own
     packages; the compiler's output goes to `build.log`. Raises `CalledProcessError`; run again, it goes on where it
@@ -56,6 +75,10 @@ def set_up() -> None:
     options = [*(f"-D{name}=OFF" for name in (*_OFF, "LLAMA_OPENSSL")), "-DCMAKE_BUILD_TYPE=Release"]
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     jobs = str(os.cpu_count() or 1)
+    if build.exists() and not _is_ours():
+        shutil.rmtree(build)
+    build.mkdir(exist_ok=True)
+    _built_for().write_text(_processor())
     with (folder / "build.log").open("w") as log:  # thousands of the compiler's warnings
         for arguments in (
             ["-S", str(_source()), "-B", str(build), *generator, *options],
@@ -92,7 +115,9 @@ class LlamaServer:
         return f"llama-server ({self.weights} weights, f16 KV cache as by default)"
 
     def missing(self) -> str | None:
-        return None if _binary().exists() else "not set up: python -m benchmarks.peers.setup llama-server"
+        if _binary().exists() and _is_ours():
+            return None
+        return "not set up on this processor: python -m benchmarks.peers.setup llama-server"
 
     @contextlib.contextmanager
     def start(self, site: Site, log: Path) -> Iterator[Running]:
