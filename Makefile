@@ -67,8 +67,8 @@ format: install ## sort imports, apply safe fixes, format
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-bench: install ## measure this machine and print the tables
-	$(PY) benchmarks/run.py $(ARGS)
+bench: install ## measure this machine and print the tables, under 10 minutes
+	$(PY) benchmarks/run.py --short $(ARGS)
 
 bench-kernels: install ## measure the CPU kernels against what this machine can do
 	$(PY) benchmarks/bench_kernels.py $(ARGS)

@@ -1,6 +1,6 @@
 """`make bench`: every number that this project claims, measured on this machine, against what it must be.
 
-    python benchmarks/run.py [--only equality,speed] [--json FILE] [--anyway] [--quick]
+    python benchmarks/run.py [--short] [--only equality,speed] [--json FILE] [--anyway] [--quick]
 
 With `--workload` instead: one workload over HTTP against this server and its peers, one after another.
 
@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(SECTIONS), metavar="NAME,...", help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, too")
     parser.add_argument("--anyway", action="store_true", help="measure although something else uses the CPU")
+    parser.add_argument("--short", action="store_true", help="of two sizes only the smaller one, under 10 minutes")
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the benchmark; claims nothing")
     options.add_arguments(parser)
     args = parser.parse_args()
@@ -66,10 +67,11 @@ def main() -> int:
     logging.getLogger("forkkv").setLevel(logging.ERROR)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="forkkv-bench-") as folder:
-        lines, loads = run_sections(chosen, Workspace(Path(folder), quick=args.quick))
+        lines, loads = run_sections(chosen, Workspace(Path(folder), quick=args.quick, short=args.short))
     print("\n" + report.table(lines))
     if args.json is not None:
-        notes = {"quick": args.quick, "seconds": round(time.monotonic() - began, 1), "other_load_percent": loads}
+        seconds = round(time.monotonic() - began, 1)
+        notes = {"quick": args.quick, "short": args.short, "seconds": seconds, "other_load_percent": loads}
         report.write_json(args.json, rates, lines, {**notes, "load_at_start_percent": round(load, 1)})
     if args.quick:
         print("\n--quick: the sizes are not those of the requirements, so neither pass nor FAIL means anything.")

@@ -48,10 +48,12 @@ class Line:
 
 @dataclass
 class Workspace:
-    """The model, adapters made for this run, and sizes. `quick` shrinks sizes, to try the benchmark itself."""
+    """The model, adapters made for this run, and sizes. `quick` shrinks sizes, to try the benchmark itself; `short`:
+    sections that measure two sizes measure the smaller one."""
 
     folder: Path
     quick: bool = False
+    short: bool = False
 
     @functools.cached_property
     def resolved(self) -> Any:
@@ -72,6 +74,10 @@ class Workspace:
     def size(self, tokens: int) -> int:
         """A number of tokens; a sixteenth of it, in whole blocks and at least four of them, with `quick`."""
         return max(4, tokens // 16 // BLOCK) * BLOCK if self.quick else tokens
+
+    def sizes(self, *all_of_them: int) -> tuple[int, ...]:
+        """The sizes to measure: all of them, or the smallest with `short`."""
+        return (min(all_of_them),) if self.short else all_of_them
 
     def document(self, num_tokens: int, seed: int) -> tuple[int, ...]:
         """The first `num_tokens` tokens of an order log; another seed gives one without a common prefix."""

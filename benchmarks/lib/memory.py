@@ -42,8 +42,8 @@ def run(work: Workspace) -> list[Line]:
     }
     engines = Engines(adapters, quantization="auto")  # bytes of the caches do not depend on the weights
     lines: list[Line] = []
-    for length, share in SHARES.items():
-        lines += _measure(work, engines, work.size(length), share)
+    for length in work.sizes(*SHARES):
+        lines += _measure(work, engines, work.size(length), SHARES[length])
     return lines
 
 
