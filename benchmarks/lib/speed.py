@@ -105,9 +105,7 @@ def _decode(
     for way in ways:
         _theirs(peft_model, prompts, way, 4)
     way = max(ways, key=lambda way: _theirs(peft_model, prompts, way, 4))
-    pairs = [
-        (_ours(core, prompts, names, tokens), _theirs(peft_model, prompts, way, tokens)) for _ in range(REPEATS)
-    ]
+    pairs = [(_ours(core, prompts, names, tokens), _theirs(peft_model, prompts, way, tokens)) for _ in range(REPEATS)]
     ours, theirs = (median([pair[side] for pair in pairs]) for side in range(2))
     label = "one adapter" if way is None else "mixed"
     return Line(
