@@ -112,7 +112,14 @@ class LlamaServer:
 
     @property
     def description(self) -> str:
-        return f"llama-server ({self.weights} weights, f16 KV cache as by default)"
+        tiles = ", --no-repack" if self._avoids_tiles else ""
+        return f"llama-server ({self.weights} weights, f16 KV cache as by default{tiles})"
+
+    @property
+    def _avoids_tiles(self) -> bool:
+        """Its product of q8_0 weights with matrix tiles (AMX) dies of an illegal instruction in this version: a thread
+        uses tiles that it has not configured."""
+        return self.weights == "q8_0" and "amx_int8" in _processor()
 
     def missing(self) -> str | None:
         if _binary().exists() and _is_ours():
@@ -129,6 +136,8 @@ class LlamaServer:
         command = [str(_binary()), "-m", str(model), "--alias", BASE, "--host", "127.0.0.1", "--port", str(port)]
         command += ["-np", str(slots), "-c", str(slots * (site.longest + 64)), "-t", threads, "-tb", threads]
         command += ["--no-webui", "--cache-ram", "0", "--lora-init-without-apply"]
+        if self._avoids_tiles:
+            command.append("--no-repack")
         for name, adapter in site.adapters.items():
             source = ["--base", str(site.model), str(adapter)]
             converted = _convert("convert_lora_to_gguf.py", folder / f"{name}.gguf", "f32", *source)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import headline
+from benchmarks.workloads.client import Outcome
 
 
 def fanout_run(folder: Path, agents: int, factor: float, quick: bool = False) -> None:
     def row(peer: str, part: str, seconds: float) -> dict[str, Any]:
         waits = [seconds, seconds / 10, seconds / 20, seconds / 40]
-        outcomes = [{"ttft_s": wait} for wait in waits]
+        outcomes = [asdict(Outcome(0, 8, 1.0, first_s=1.0 + wait, last_s=20.0)) for wait in waits]
         return {
             "peer": peer,
             "part": part,
