@@ -1,4 +1,4 @@
-"""Attention of few queries over paged blocks read in place, for CPUs: `kernels` run a plan made by `plan.make_plan`.
+"""Attention over paged blocks read in place, for CPUs: `kernels` run a plan made by `plan.make_plan`.
 
 A work item is a range of context tokens that some queries see under one block table. Its base keys are turned once for
 all of them, its base values read once; a run of queries with one residual shares the expansion of its keys. Items are
