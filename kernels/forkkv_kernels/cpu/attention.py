@@ -17,18 +17,14 @@ import functools
 import logging
 import math
 import time
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
 from forkkv_kernels.cpu import jit  # noqa: F401  configures Numba
 from forkkv_kernels.cpu import parameters as P
-from forkkv_kernels.cpu.codegen import FLOATS, INT32S, INT64S, Emitter
-from forkkv_kernels.cpu.microkernels import FUSED, expand_and_score, mix_values, score_rows, score_tile, soften, turn
+from forkkv_kernels.cpu.expansion import add_own_scores, expand_and_score
+from forkkv_kernels.cpu.microkernels import FUSED, mix_values, score_rows, score_tile, soften, turn
 from forkkv_kernels.cpu.plan import (
     CHUNK,
     ENTRY_LIMIT,
@@ -41,6 +37,7 @@ from forkkv_kernels.cpu.plan import (
     ITEM_PARTIAL,
     ITEM_ROW,
     ITEM_RUNS,
+    KNOWN,
     PART_COUNT,
     PART_FIRST,
     PART_INDEX,
@@ -53,6 +50,7 @@ from forkkv_kernels.cpu.plan import (
     TILE,
     WorkTables,
 )
+from forkkv_kernels.cpu.pointers import block_pointer, floats, further, int32s, int64s, next_of, prefetch
 from forkkv_kernels.cpu.team import TeamKernel
 
 logger = logging.getLogger(__name__)
@@ -65,70 +63,10 @@ _LINE = 16
 _ITEM, _RUN, _ENTRY, _PART = WorkTables.widths()
 
 
-def _reader(kind: types.CPointer) -> Any:
-    """Intrinsic (p, which) -> the address at place `which` of the block as a pointer of type `kind`."""
-
-    def read(typingctx: Any, p: Any, which: Any) -> Any:
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-            return builder.inttoptr(Emitter(builder).scalar(*args), context.get_value_type(kind))
-
-        return kind(INT64S, types.int64), generate
-
-    return intrinsic(read)
-
-
-_floats, _int32s, _int64s = _reader(FLOATS), _reader(INT32S), _reader(INT64S)
-
-
-@intrinsic
-def _ahead(typingctx: Any, pointer: Any, count: Any) -> Any:
-    """Pointer `count` elements further."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return Emitter(builder).at(*args)
-
-    return pointer(pointer, types.int64), generate
-
-
-@intrinsic
-def _take(typingctx: Any, counter: Any) -> Any:
-    """Next number of a counter that several threads share."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.atomic_rmw("add", args[0], Emitter(builder).const(1), "monotonic")
-
-    return types.int64(INT64S), generate
-
-
-@intrinsic
-def _prefetch(typingctx: Any, pointer: Any, offset: Any) -> Any:
-    """Ask for the cache line of element `offset` (of 4 bytes), into the second-level cache."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        where = builder.bitcast(Emitter(builder).at(*args), byte)
-        builder.call(function, [where, *(ir.Constant(word, value) for value in (0, 2, 1))])
-        return context.get_dummy_value()
-
-    return types.void(FLOATS, types.int64), generate
-
-
-@intrinsic
-def _pointer(typingctx: Any, block: Any) -> Any:
-    """The address of a parameter block as a pointer to int64."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.bitcast(args[0], context.get_value_type(INT64S))
-
-    return INT64S(types.voidptr), generate
-
-
 @njit
 def _memory(p, which, thread):
     """One of the buffers of a thread."""
-    return _ahead(_floats(p, P.SCRATCH), thread * p[P.SCRATCH_SIZE] + p[which])
+    return further(floats(p, P.SCRATCH), thread * p[P.SCRATCH_SIZE] + p[which])
 
 
 @njit
@@ -152,25 +90,25 @@ def _prefetch_tokens(p, item, position, count):
     to bring the next one, but unasked the processor begins only when the first load waits for it; and asked for all at
     once it waits, too, for a place to note the lines. So every head of a tile asks for a few tokens of the next. Only
     where keys are expanded: else memory is never idle, and asking takes places from the processor's own prefetching."""
-    k_cache, v_cache, residual = _floats(p, P.K_CACHE), _floats(p, P.V_CACHE), _floats(p, P.RESIDUAL)
+    k_cache, v_cache, residual = floats(p, P.K_CACHE), floats(p, P.V_CACHE), floats(p, P.RESIDUAL)
     block_size, width = p[P.BLOCK_SIZE], p[P.KV_HEADS] * p[P.DIM]
-    table = _ahead(_int32s(p, P.KV_TABLE), item[ITEM_ROW] * p[P.NUM_BLOCKS])
+    table = further(int32s(p, P.KV_TABLE), item[ITEM_ROW] * p[P.NUM_BLOCKS])
     block, offset = position // block_size, position % block_size
     for _ in range(min(count, item[ITEM_END] - position)):
         begin = (np.int64(table[block]) * block_size + offset) * width
         for line in range(begin, begin + width, _LINE):
-            _prefetch(k_cache, line)
-            _prefetch(v_cache, line)
+            prefetch(k_cache, line)
+            prefetch(v_cache, line)
         for r in range(item[ITEM_RUNS]):
-            run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+            run = further(int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
             if block * block_size + offset < run[RUN_LENGTH]:
                 row = run[RUN_ROW] * p[P.NUM_BLOCKS] + block
                 for tile in range(run[RUN_K_TILES]):
-                    unit = np.int64(_int32s(p, P.K_UNITS)[row * p[P.K_WIDTH] + tile])
-                    _prefetch(residual, (unit * block_size + offset) * COLUMNS)
+                    unit = np.int64(int32s(p, P.K_UNITS)[row * p[P.K_WIDTH] + tile])
+                    prefetch(residual, (unit * block_size + offset) * COLUMNS)
                 for tile in range(run[RUN_V_TILES]):
-                    unit = np.int64(_int32s(p, P.V_UNITS)[row * p[P.V_WIDTH] + tile])
-                    _prefetch(residual, (unit * block_size + offset) * COLUMNS)
+                    unit = np.int64(int32s(p, P.V_UNITS)[row * p[P.V_WIDTH] + tile])
+                    prefetch(residual, (unit * block_size + offset) * COLUMNS)
         offset += 1
         if offset == block_size:
             block, offset = block + 1, 0
@@ -179,8 +117,8 @@ def _prefetch_tokens(p, item, position, count):
 @njit
 def _gather_queries(p, item, out):
     """Scaled queries of an item's entries, [Hkv, entries * G, D]."""
-    q, scale = _floats(p, P.Q), _floats(p, P.SCALE)[0]
-    entries = _ahead(_int64s(p, P.ENTRIES), item[ITEM_FIRST_ENTRY] * _ENTRY)
+    q, scale = floats(p, P.Q), floats(p, P.SCALE)[0]
+    entries = further(int64s(p, P.ENTRIES), item[ITEM_FIRST_ENTRY] * _ENTRY)
     width, count = p[P.PER_KV] * p[P.DIM], item[ITEM_ENTRIES]
     for e in range(count):
         source = entries[e * _ENTRY + ENTRY_TOKEN] * p[P.Q_STRIDE]
@@ -192,7 +130,7 @@ def _gather_queries(p, item, out):
 @njit
 def _norm_factors(p, slots, rows, h, out):
     """QK-norm: rms_b / rms_a and 1 / rms_a of a tile's tokens for head h; 1 and 0 where there is no residual."""
-    k_rms, residual_rms, kv_heads = _floats(p, P.K_RMS), _floats(p, P.RESIDUAL_RMS), p[P.KV_HEADS]
+    k_rms, residual_rms, kv_heads = floats(p, P.K_RMS), floats(p, P.RESIDUAL_RMS), p[P.KV_HEADS]
     for j in range(TILE):
         out[j] = np.float32(1.0)
         out[TILE + j] = np.float32(0.0)
@@ -205,7 +143,7 @@ def _norm_factors(p, slots, rows, h, out):
 @njit
 def _turn_base(p, item, ahead, step, slots, out):
     """Base keys of one tile, turned: [Hkv, D, TILE]. Meanwhile asks for `step` tokens from `ahead` on per column."""
-    k_cache, width = _floats(p, P.K_CACHE), p[P.KV_HEADS] * p[P.DIM]
+    k_cache, width = floats(p, P.K_CACHE), p[P.KV_HEADS] * p[P.DIM]
     for half in range(0, TILE, _HALF):
         for c in range(0, width, COLUMNS):
             if step > 0 and half == 0:
@@ -215,22 +153,14 @@ def _turn_base(p, item, ahead, step, slots, out):
 
 
 @njit
-def _copy_rotation(p, position, out):
-    """cos and sin of a tile's tokens, each [D / 2, TILE]: in the tables their rows lie in as many pages."""
-    cos, sin, half, stride = _floats(p, P.COS), _floats(p, P.SIN), p[P.DIM] // 2, p[P.ROPE_STRIDE]
-    for i in range(half):
-        for j in range(TILE):
-            out[i * TILE + j] = cos[i * stride + position + j]
-            out[(half + i) * TILE + j] = sin[i * stride + position + j]
-
-
-@njit
 def _turn_residual(p, run, position, rows, out):
-    """rK of one tile and run, turned: [rank, TILE]."""
-    residual, width = _floats(p, P.RESIDUAL), p[P.K_WIDTH]
-    units = _ahead(_int32s(p, P.K_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
+    """rK of one tile and run, turned: [rank, TILE]. Asks for that of the next tile."""
+    residual, width = floats(p, P.RESIDUAL), p[P.K_WIDTH]
+    units = further(int32s(p, P.K_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
     for tile in range(run[RUN_K_TILES]):
-        _find_rows(_ahead(units, tile), width, p[P.BLOCK_SIZE], position, TILE, run[RUN_LENGTH], rows)
+        _find_rows(further(units, tile), width, p[P.BLOCK_SIZE], position, 2 * TILE, run[RUN_LENGTH], rows)
+        for t in range(TILE, 2 * TILE):
+            prefetch(residual, rows[t] * COLUMNS)
         turn(residual, rows, 0, COLUMNS, 0, out, tile * COLUMNS * TILE)
         turn(residual, rows, _HALF, COLUMNS, 0, out, tile * COLUMNS * TILE + _HALF)
 
@@ -239,38 +169,66 @@ def _turn_residual(p, run, position, rows, out):
 def _turn_residuals(p, item, position, rows, out):
     """rK of one tile and all runs of an item, one behind the other."""
     for r in range(item[ITEM_RUNS]):
-        run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+        run = further(int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
         if run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]:
             _turn_residual(p, run, position, rows, out)
-        out = _ahead(out, run[RUN_K_TILES] * COLUMNS * TILE)
+        out = further(out, run[RUN_K_TILES] * COLUMNS * TILE)
+
+
+@njit
+def _own_factors(p, run, position, slots, rows, h, thread):
+    """QK-norm's factors of a tile of a run's own keys, in the factors' buffer: where they begin, or -1: no QK-norm."""
+    if p[P.K_RMS] == 0:
+        return -1
+    units = further(int32s(p, P.K_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * p[P.K_WIDTH])
+    _find_rows(units, p[P.K_WIDTH], p[P.BLOCK_SIZE], position, TILE, run[RUN_LENGTH], rows)
+    _norm_factors(p, slots, rows, h, _memory(p, P.FACTORS_AT, thread))
+    return 0
 
 
 @njit
 def _expand_and_score(p, run, position, h, turned, slots, rows, query, count, out, thread):
     """Scores of `count` queries from number `query` on with one tile of a run's own keys, from what was turned, to
     elements `out` on, CHUNK apart."""
-    factors, factors_at, dim = _memory(p, P.FACTORS_AT, thread), -1, p[P.DIM]
-    cos = _memory(p, P.ROPE_AT, thread)
-    if p[P.K_RMS] != 0:
-        width = p[P.K_WIDTH]
-        units = _ahead(_int32s(p, P.K_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
-        _find_rows(units, width, p[P.BLOCK_SIZE], position, TILE, run[RUN_LENGTH], rows)
-        _norm_factors(p, slots, rows, h, factors)
-        factors_at = 0
-    b_at = (run[RUN_SLOT] * p[P.KV_HEADS] + h) * dim * p[P.B_RANK]
+    dim, queries, scores = p[P.DIM], _memory(p, P.QUERIES_AT, thread), _memory(p, P.SCORES_AT, thread)
+    factors_at = _own_factors(p, run, position, slots, rows, h, thread)
     expand_and_score(
-        dim, turned, 0, run[RUN_K_TILES] * COLUMNS, _floats(p, P.B_K), b_at, p[P.B_RANK],
-        cos, _ahead(cos, dim // 2 * TILE), 0, TILE, _memory(p, P.BASE_AT, thread), h * dim * TILE,
-        factors, factors_at, _memory(p, P.KEYS_AT, thread),
-        _memory(p, P.QUERIES_AT, thread), query * dim, count, _memory(p, P.SCORES_AT, thread), out, CHUNK,
+        dim, turned, run[RUN_K_TILES] * COLUMNS, floats(p, P.B_K), _b_at(p, run, h), p[P.B_RANK],
+        _rope(p, position), _memory(p, P.BASE_AT, thread), h * dim * TILE, _memory(p, P.FACTORS_AT, thread), factors_at,
+        _memory(p, P.KEYS_AT, thread), queries, query * dim, count, scores, out, CHUNK,
     )  # fmt: skip
+
+
+@njit
+def _add_own_scores(p, run, position, h, turned, slots, rows, query, count, out, thread):
+    """Add the scores with a run's own keys to those with base keys that `_score_from_cache` left, as
+    `_expand_and_score` takes and puts them. Meanwhile asks for the tile's base values."""
+    dim, queries, scores = p[P.DIM], _memory(p, P.QUERIES_AT, thread), _memory(p, P.SCORES_AT, thread)
+    factors_at = _own_factors(p, run, position, slots, rows, h, thread)
+    add_own_scores(
+        dim, turned, run[RUN_K_TILES] * COLUMNS, floats(p, P.B_K), _b_at(p, run, h), p[P.B_RANK],
+        _rope(p, position), _memory(p, P.FACTORS_AT, thread), factors_at, queries, query * dim, count, scores, out,
+        CHUNK, floats(p, P.V_CACHE), slots, p[P.KV_HEADS] * dim, h * dim,
+    )  # fmt: skip
+
+
+@njit
+def _b_at(p, run, h):
+    """Where B_k of a run and head begins."""
+    return (run[RUN_SLOT] * p[P.KV_HEADS] + h) * p[P.DIM] * p[P.B_RANK]
+
+
+@njit
+def _rope(p, position):
+    """cos and sin of the tile from `position`."""
+    return further(floats(p, P.ROPE), position // TILE * p[P.DIM] * TILE)
 
 
 @njit
 def _expands(p, item, position):
     """Whether a run of an item has keys of its own in the tile from `position`."""
     for r in range(item[ITEM_RUNS]):
-        run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+        run = further(int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
         if run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]:
             return True
     return False
@@ -278,10 +236,10 @@ def _expands(p, item, position):
 
 @njit
 def _score_from_cache(p, item, at, thread):
-    """`_score` for an item of few queries without keys of its own, half a tile of all heads at a time."""
+    """Scores of an item of few queries with base keys, half a tile of all heads at a time."""
     kv_heads, dim, count = p[P.KV_HEADS], p[P.DIM], item[ITEM_ENTRIES] * p[P.PER_KV]
     queries, scores = _memory(p, P.QUERIES_AT, thread), _memory(p, P.SCORES_AT, thread)
-    slots, k_cache = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE] + at), _floats(p, P.K_CACHE)
+    slots, k_cache = further(int64s(p, P.INDEX), thread * p[P.INDEX_SIZE] + at), floats(p, P.K_CACHE)
     for half in range(0, TILE, _HALF):
         for h in range(kv_heads):
             out = h * count * CHUNK + at + half
@@ -296,42 +254,45 @@ def _score(p, item, position, at, thread):
     by head, so that the head's base keys stay in the first cache for all runs."""
     kv_heads, per_kv, dim = p[P.KV_HEADS], p[P.PER_KV], p[P.DIM]
     queries, scores = _memory(p, P.QUERIES_AT, thread), _memory(p, P.SCORES_AT, thread)
-    base = _memory(p, P.BASE_AT, thread)
-    index = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
-    slots, rows = _ahead(index, at), _ahead(index, CHUNK)
-    columns = kv_heads * dim // COLUMNS
-    parts = item[ITEM_RUNS] * kv_heads + columns
+    base, few = _memory(p, P.BASE_AT, thread), item[ITEM_ENTRIES] * per_kv <= FUSED
+    index = further(int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
+    slots, rows = further(index, at), further(index, KNOWN)
     ahead, step = position + TILE, 0
-    expands = _expands(p, item, position)
-    if not expands and item[ITEM_ENTRIES] * per_kv <= FUSED:
+    if few:
         _score_from_cache(p, item, at, thread)
-        return
-    if expands:
-        step = (TILE + parts - 1) // parts
-        _copy_rotation(p, position, _memory(p, P.ROPE_AT, thread))
-    _turn_base(p, item, ahead, step, slots, base)
-    ahead += columns * step
+        if not _expands(p, item, position):
+            return
+    else:
+        columns = kv_heads * dim // COLUMNS
+        if _expands(p, item, position):
+            parts = item[ITEM_RUNS] * kv_heads + columns
+            step = (TILE + parts - 1) // parts
+        _turn_base(p, item, ahead, step, slots, base)
+        ahead += columns * step
     _turn_residuals(p, item, position, rows, _memory(p, P.TURNED_AT, thread))
     for h in range(kv_heads):
         turned, own = _memory(p, P.TURNED_AT, thread), h * item[ITEM_ENTRIES] * per_kv
         for r in range(item[ITEM_RUNS]):
-            run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
-            count = run[RUN_ENTRIES] * per_kv
+            run = further(int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+            count, out = run[RUN_ENTRIES] * per_kv, own * CHUNK + at
             if step > 0 and ahead < position + 2 * TILE:
                 _prefetch_tokens(p, item, ahead, step)
                 ahead += step
-            if run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]:
-                _expand_and_score(p, run, position, h, turned, slots, rows, own, count, own * CHUNK + at, thread)
-            else:
-                score_tile(dim, base, h * dim * TILE, queries, own * dim, count, scores, own * CHUNK + at, CHUNK)
-            turned = _ahead(turned, run[RUN_K_TILES] * COLUMNS * TILE)
+            expands = run[RUN_K_TILES] > 0 and position < run[RUN_LENGTH]
+            if few and expands:
+                _add_own_scores(p, run, position, h, turned, slots, rows, own, count, out, thread)
+            elif expands:
+                _expand_and_score(p, run, position, h, turned, slots, rows, own, count, out, thread)
+            elif not few:
+                score_tile(dim, base, h * dim * TILE, queries, own * dim, count, scores, out, CHUNK)
+            turned = further(turned, run[RUN_K_TILES] * COLUMNS * TILE)
             own += count
 
 
 @njit
 def _hide(p, item, begin, tokens, scores):
     """Set scores of tokens that an entry does not see, or that lie behind the item, to minus infinity."""
-    entries = _ahead(_int64s(p, P.ENTRIES), item[ITEM_FIRST_ENTRY] * _ENTRY)
+    entries = further(int64s(p, P.ENTRIES), item[ITEM_FIRST_ENTRY] * _ENTRY)
     count, per_kv = item[ITEM_ENTRIES], p[P.PER_KV]
     for e in range(count):
         seen = max(min(entries[e * _ENTRY + ENTRY_LIMIT], item[ITEM_END]) - begin, 0)
@@ -347,8 +308,8 @@ def _mix_base(p, item, tokens, thread):
     """Softmax of a chunk's scores, and the base values it weighs, added to the item's results."""
     kv_heads, dim, heads = p[P.KV_HEADS], p[P.DIM], p[P.KV_HEADS] * p[P.PER_KV]
     scores, factors = _memory(p, P.SCORES_AT, thread), _memory(p, P.FACTORS_AT, thread)
-    slots = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
-    states, partials, values = _floats(p, P.STATES), _floats(p, P.PARTIALS), _floats(p, P.V_CACHE)
+    slots = further(int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
+    states, partials, values = floats(p, P.STATES), floats(p, P.PARTIALS), floats(p, P.V_CACHE)
     total, place = item[ITEM_ENTRIES] * p[P.PER_KV], item[ITEM_PARTIAL] * heads
     padded = (tokens + TILE - 1) // TILE * TILE
     for i in range(kv_heads * total):
@@ -366,15 +327,15 @@ def _mix_residual(p, item, begin, tokens, thread):
     """The V residual that a chunk's probabilities weigh, added to the rank-r accumulators."""
     kv_heads, per_kv, rank = p[P.KV_HEADS], p[P.PER_KV], p[P.V_RANK]
     scores, factors = _memory(p, P.SCORES_AT, thread), _memory(p, P.FACTORS_AT, thread)
-    mixed, residual = _memory(p, P.MIXED_AT, thread), _floats(p, P.RESIDUAL)
-    rows = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE] + CHUNK)
+    mixed, residual = _memory(p, P.MIXED_AT, thread), floats(p, P.RESIDUAL)
+    rows = further(int64s(p, P.INDEX), thread * p[P.INDEX_SIZE] + KNOWN)
     total, width, first = item[ITEM_ENTRIES] * per_kv, p[P.V_WIDTH], 0
     for r in range(item[ITEM_RUNS]):
-        run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+        run = further(int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
         count, length = run[RUN_ENTRIES] * per_kv, max(min(tokens, run[RUN_LENGTH] - begin), 0)
-        units = _ahead(_int32s(p, P.V_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
+        units = further(int32s(p, P.V_UNITS), run[RUN_ROW] * p[P.NUM_BLOCKS] * width)
         for tile in range(run[RUN_V_TILES]):
-            _find_rows(_ahead(units, tile), width, p[P.BLOCK_SIZE], begin, length, run[RUN_LENGTH], rows)
+            _find_rows(further(units, tile), width, p[P.BLOCK_SIZE], begin, length, run[RUN_LENGTH], rows)
             for h in range(kv_heads):
                 own = h * total + first
                 mix_values(
@@ -389,8 +350,8 @@ def _expand_values(p, item, thread):
     """Add the rank-r accumulators, expanded by B_v, to the item's results."""
     kv_heads, per_kv, dim, rank = p[P.KV_HEADS], p[P.PER_KV], p[P.DIM], p[P.V_RANK]
     mixed, factors = _memory(p, P.MIXED_AT, thread), _memory(p, P.FACTORS_AT, thread)
-    columns = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
-    b_v, partials, width = _floats(p, P.B_V), _floats(p, P.PARTIALS), kv_heads * dim
+    columns = further(int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
+    b_v, partials, width = floats(p, P.B_V), floats(p, P.PARTIALS), kv_heads * dim
     total, first = item[ITEM_ENTRIES] * per_kv, 0
     place = item[ITEM_PARTIAL] * kv_heads * per_kv
     for i in range(rank):
@@ -398,7 +359,7 @@ def _expand_values(p, item, thread):
     for i in range(kv_heads * total):
         factors[i] = np.float32(1.0)
     for r in range(item[ITEM_RUNS]):
-        run = _ahead(_int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
+        run = further(int64s(p, P.RUNS), (item[ITEM_FIRST_RUN] + r) * _RUN)
         count, used = run[RUN_ENTRIES] * per_kv, run[RUN_V_TILES] * COLUMNS
         for h in range(kv_heads if used else 0):
             own, source = h * total + first, run[RUN_SLOT] * p[P.B_RANK] * width + h * dim
@@ -412,9 +373,9 @@ def _expand_values(p, item, thread):
 @njit
 def _run_item(p, i, thread):
     """Compute item i into its place of the partials (unnormalised sums) and states (maximum, sum)."""
-    item = _ahead(_int64s(p, P.ITEMS), i * _ITEM)
+    item = further(int64s(p, P.ITEMS), i * _ITEM)
     heads, dim, rank = p[P.KV_HEADS] * p[P.PER_KV], p[P.DIM], p[P.V_RANK]
-    states, partials, mixed = _floats(p, P.STATES), _floats(p, P.PARTIALS), _memory(p, P.MIXED_AT, thread)
+    states, partials, mixed = floats(p, P.STATES), floats(p, P.PARTIALS), _memory(p, P.MIXED_AT, thread)
     rows, place = item[ITEM_ENTRIES] * heads, item[ITEM_PARTIAL] * heads
     for j in range(rows * dim):
         partials[place * dim + j] = np.float32(0.0)
@@ -424,11 +385,11 @@ def _run_item(p, i, thread):
         states[2 * j] = -np.inf
         states[2 * j + 1] = np.float32(0.0)
     _gather_queries(p, item, _memory(p, P.QUERIES_AT, thread))
-    table = _ahead(_int32s(p, P.KV_TABLE), item[ITEM_ROW] * p[P.NUM_BLOCKS])
-    slots = _ahead(_int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
+    table = further(int32s(p, P.KV_TABLE), item[ITEM_ROW] * p[P.NUM_BLOCKS])
+    slots = further(int64s(p, P.INDEX), thread * p[P.INDEX_SIZE])
     for begin in range(item[ITEM_BEGIN], item[ITEM_END], CHUNK):
         tokens = min(CHUNK, item[ITEM_END] - begin)
-        _find_rows(table, 1, p[P.BLOCK_SIZE], begin, CHUNK, item[ITEM_END], slots)
+        _find_rows(table, 1, p[P.BLOCK_SIZE], begin, KNOWN, item[ITEM_END], slots)
         for at in range(0, tokens, TILE):
             _score(p, item, begin + at, at, thread)
         _hide(p, item, begin, (tokens + TILE - 1) // TILE * TILE, _memory(p, P.SCORES_AT, thread))
@@ -441,8 +402,8 @@ def _run_item(p, i, thread):
 def _merge(p, j):
     """Output and log-sum-exp of query token number j from its parts."""
     heads, per_kv, dim = p[P.KV_HEADS] * p[P.PER_KV], p[P.PER_KV], p[P.DIM]
-    states, partials, out, lse = _floats(p, P.STATES), _floats(p, P.PARTIALS), _floats(p, P.OUT), _floats(p, P.LSE)
-    parts, bounds, token = _int64s(p, P.PARTS), _int64s(p, P.PART_BEGIN), _int64s(p, P.TOKENS)[j]
+    states, partials, out, lse = floats(p, P.STATES), floats(p, P.PARTIALS), floats(p, P.OUT), floats(p, P.LSE)
+    parts, bounds, token = int64s(p, P.PARTS), int64s(p, P.PART_BEGIN), int64s(p, P.TOKENS)[j]
     for head in range(heads):
         peak, total, row = np.float32(-np.inf), np.float32(0.0), token * heads + head
         for d in range(dim):
@@ -470,21 +431,21 @@ def _place(parts, i, heads, per_kv, head):
 
 def _attend(block):
     """Compute items until none is left; run by every thread of a team."""
-    p = _pointer(block)
-    thread = _take(_ahead(p, P.NEXT_THREAD))
-    i = _take(_ahead(p, P.NEXT_ITEM))
+    p = block_pointer(block)
+    thread = next_of(further(p, P.NEXT_THREAD))
+    i = next_of(further(p, P.NEXT_ITEM))
     while i < p[P.NUM_ITEMS]:
         _run_item(p, i, thread)
-        i = _take(_ahead(p, P.NEXT_ITEM))
+        i = next_of(further(p, P.NEXT_ITEM))
 
 
 def _finish(block):
     """Merge the items of all tokens, when every item is done."""
-    p = _pointer(block)
-    j = _take(_ahead(p, P.NEXT_TOKEN))
+    p = block_pointer(block)
+    j = next_of(further(p, P.NEXT_TOKEN))
     while j < p[P.NUM_TOKENS]:
         _merge(p, j)
-        j = _take(_ahead(p, P.NEXT_TOKEN))
+        j = next_of(further(p, P.NEXT_TOKEN))
 
 
 @functools.cache

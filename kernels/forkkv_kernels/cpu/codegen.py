@@ -79,6 +79,14 @@ class Emitter:
         where = self.builder.bitcast(self.at(pointer, *offsets), VECTOR.as_pointer())
         self.builder.store(vector, where, align=4)
 
+    def prefetch(self, pointer: ir.Value, *offsets: ir.Value | int) -> None:
+        """Ask for the cache line at `pointer` + offsets, into the second-level cache."""
+        byte, word = ir.IntType(8).as_pointer(), I32
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0i8")
+        where = self.builder.bitcast(self.at(pointer, *offsets), byte)
+        self.builder.call(function, [where, *(ir.Constant(word, value) for value in (0, 2, 1))])
+
     def scalar(self, pointer: ir.Value, *offsets: ir.Value | int) -> ir.Value:
         """One float or int64 from `pointer` + offsets."""
         return self.builder.load(self.at(pointer, *offsets))

@@ -18,7 +18,9 @@ import numpy as np
 CHUNK = 128
 """Context tokens whose scores are kept at a time; items begin at multiples of it within their range."""
 TILE = 32
-"""Context tokens whose keys are turned at a time."""
+"""Context tokens whose keys are turned at a time; every item begins at a multiple of it."""
+KNOWN = CHUNK + TILE
+"""Context tokens whose places in the caches are looked up at a time: a tile more, to ask for it ahead."""
 
 ENTRY_TOKEN, ENTRY_LIMIT = range(2)
 RUN_ENTRIES, RUN_ROW, RUN_SLOT, RUN_K_TILES, RUN_V_TILES, RUN_LENGTH = range(6)
@@ -84,6 +86,7 @@ def make_plan(rows: Rows, groups: Sequence[tuple[int, Sequence[int]]], num_heads
     builder = _Builder(rows, num_heads)
     spans: list[_Span] = []
     for shared, members in groups:
+        shared -= shared % TILE
         pieces = [piece for row in sorted(members, key=builder.residual) for piece in builder.pieces(row)]
         if shared:
             spans += [builder.span(together, 0, shared) for together in _batches(pieces)]

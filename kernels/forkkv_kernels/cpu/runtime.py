@@ -12,14 +12,13 @@ from torch import Tensor
 
 from forkkv_kernels.cpu import parameters as P
 from forkkv_kernels.cpu.attention import kernels
-from forkkv_kernels.cpu.plan import CHUNK, TILE, Rows, WorkPlan, make_plan
+from forkkv_kernels.cpu.plan import CHUNK, KNOWN, TILE, Rows, WorkPlan, make_plan
 from forkkv_kernels.cpu.team import LiveBlock
 
 _OF_A_PLAN = (
     slice(P.NUM_BLOCKS, P.V_WIDTH + 1),
     slice(P.V_RANK, P.NUM_TOKENS + 1),
-    slice(P.COS, P.NEXT_TOKEN + 1),
-    slice(P.ROPE_AT, P.ROPE_AT + 1),
+    slice(P.ROPE, P.NEXT_TOKEN + 1),
 )
 """Where the parameter block holds what changes from step to step and not from layer to layer."""
 _LINE = 64
@@ -86,6 +85,13 @@ def pack_b_k(b_k: Tensor, num_kv_heads: int) -> Tensor:
     return halves.permute(0, 2, 4, 1, 3, 5).reshape(slots, num_kv_heads, half // 4, rank, 8)
 
 
+def _in_tiles(table: Tensor) -> Tensor:
+    """[positions, D] -> [positions / TILE, D, TILE]: what one tile of keys is turned by lies together."""
+    positions, width = table.shape
+    whole = torch.nn.functional.pad(table, (0, 0, 0, -positions % TILE))
+    return whole.view(-1, TILE, width).transpose(1, 2).contiguous()
+
+
 class CpuAttention:
     """Attention of one model. Its buffers are reused by every call, so one thread at a time may use it."""
 
@@ -94,14 +100,13 @@ class CpuAttention:
         or loads it from disk."""
         self.heads = heads
         self.threads = threads or torch.get_num_threads()
-        padding = (0, 0, 0, TILE)
-        self._rope = [torch.nn.functional.pad(t.float(), padding).t().contiguous() for t in (cos, sin)]
+        self._rope = _in_tiles(torch.cat((cos, sin), dim=1).float())
         self._block = array("q", bytes(8 * P.COUNT))
         self._buffers: tuple[np.ndarray, ...] = ()
         self._fits = (0, 0, 0, 0)
         self._scale = array("f", [1.0])
         self._set(THREADS=self.threads, KV_HEADS=heads.num_kv, PER_KV=heads.per_kv, DIM=heads.dim)
-        self._set(COS=self._rope[0], SIN=self._rope[1], ROPE_STRIDE=cos.shape[0] + TILE)
+        self._set(ROPE=self._rope)
         self._set(SCALE=self._scale.buffer_info()[0])
         self._attend, self._finish = kernels()
 
@@ -177,7 +182,6 @@ class CpuAttention:
             P.QUERIES_AT: entries * heads * dim,
             P.BASE_AT: self.heads.num_kv * dim * TILE,
             P.KEYS_AT: dim * TILE,
-            P.ROPE_AT: dim * TILE,
             P.TURNED_AT: k_rank * TILE,
             P.FACTORS_AT: max(entries * heads, 2 * TILE),
             P.SCORES_AT: entries * heads * CHUNK,
@@ -189,7 +193,7 @@ class CpuAttention:
             at += -(-size // _LINE) * _LINE
         results = [np.zeros(partials * heads * n, dtype=np.float32) for n in (dim, 2)]
         scratch = np.zeros((self.threads, at), dtype=np.float32)
-        index = np.zeros((self.threads, 2 * max(CHUNK, v_rank)), dtype=np.int64)
+        index = np.zeros((self.threads, KNOWN + max(KNOWN, v_rank)), dtype=np.int64)
         self._buffers = (*results, scratch, index)
         self._set(PARTIALS=results[0], STATES=results[1], SCRATCH=scratch, SCRATCH_SIZE=at)
         self._set(INDEX=index, INDEX_SIZE=index.shape[1])
