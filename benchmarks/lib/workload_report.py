@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -198,4 +199,9 @@ def _as_json(report: Report, lines: list[Line]) -> str:
         "lines": [asdict(line) for line in lines],
         "rows": [asdict(row) for row in report.rows],
     }
-    return json.dumps(content, indent=1) + "\n"
+    return _numbers_in_a_line(json.dumps(content, indent=1)) + "\n"
+
+
+def _numbers_in_a_line(text: str) -> str:
+    """JSON whose lists of nothing but numbers are not spread over as many lines."""
+    return re.sub(r"\[[-\d.eE+,\s]+\]", lambda found: " ".join(found[0].split()), text)
