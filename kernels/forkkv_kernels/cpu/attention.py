@@ -88,8 +88,7 @@ def _find_rows(table, stride, block_size, begin, tokens, end, out):
 def _prefetch_tokens(p, item, position, count):
     """Ask for what `count` tokens from `position` on will be read for. A tile is computed for longer than memory takes
     to bring the next one, but unasked the processor begins only when the first load waits for it; and asked for all at
-    once it waits, too, for a place to note the lines. So every head of a tile asks for a few tokens of the next. Only
-    where keys are expanded: else memory is never idle, and asking takes places from the processor's own prefetching."""
+    once it waits, too, for a place to note the lines. So every head of a tile asks for a few tokens of the next."""
     k_cache, v_cache, residual = floats(p, P.K_CACHE), floats(p, P.V_CACHE), floats(p, P.RESIDUAL)
     block_size, width = p[P.BLOCK_SIZE], p[P.KV_HEADS] * p[P.DIM]
     table = further(int32s(p, P.KV_TABLE), item[ITEM_ROW] * p[P.NUM_BLOCKS])
