@@ -248,9 +248,17 @@ class KVCacheManager:
         return k_units, v_units
 
     def fan_out(
-        self, cache: SequenceCache, key: bytes, start: int, end: int, adapters: Iterable[AdapterMeta], step_id: int
+        self,
+        cache: SequenceCache,
+        key: bytes,
+        start: int,
+        end: int,
+        adapters: Iterable[AdapterMeta],
+        limit: int,
+        step_id: int,
     ) -> list[ResidualWrite]:
-        """Room for the residuals of other adapters over the base segment [start, end), best effort.
+        """Room for the residuals of the first `limit` of other adapters that lack them over the base segment
+        [start, end), best effort.
 
         An adapter takes part if its own residual reaches at least to `start` and free or never-read units suffice:
         nothing that was ever read is evicted for it and nobody is preempted. The writer leases the path until its
@@ -259,6 +267,8 @@ class KVCacheManager:
         prefix = key[: self._aligned(end) * TOKEN_BYTES]
         writes: list[ResidualWrite] = []
         for adapter in adapters:
+            if len(writes) == limit:
+                break
             write = self._fan_out_one(cache, prefix, start, adapter, step_id)
             if write is not None:
                 writes.append(write)

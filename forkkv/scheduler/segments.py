@@ -21,6 +21,9 @@ from forkkv.scheduler.sequence import Counters, Sequence, SequenceStatus
 from forkkv.sharing import takes_fanout
 from forkkv.types import AdapterMeta, BlockCopy, ResidualWrite, Segment
 
+_LOOKED_AT = 8
+"""Adapters that are looked up for each that a fan-out may write for: most of the recent ones may have it all."""
+
 
 class SegmentPlanner:
     """Turns room and hits into segments. Holds no sequence; `kv` owns every block."""
@@ -115,14 +118,15 @@ class SegmentPlanner:
         end = min(end, sequence.num_prompt_tokens)
         if not self.enable_reuse or end - start < self.kv.block_size or sequence.cache.writer == "mixed":
             return []
-        chosen = self._fanout_set(sequence.adapter)
-        writes = self.kv.fan_out(sequence.cache, key, start, end, chosen, step_id)
+        limit = self.config.residual_fanout
+        likely = self._likely_readers(sequence.adapter)[: limit * _LOOKED_AT]
+        writes = self.kv.fan_out(sequence.cache, key, start, end, likely, limit, step_id)
         aligned = end // self.kv.block_size * self.kv.block_size
         self.counters.fanout_tokens += sum(aligned - write.write_from for write in writes)
         return writes
 
-    def _fanout_set(self, requester: AdapterMeta | None) -> list[AdapterMeta]:
-        """The requester's team if it has one, else the most recently used adapters; one per digest."""
+    def _likely_readers(self, requester: AdapterMeta | None) -> list[AdapterMeta]:
+        """The requester's team if it has one, else all adapters, the most recently used first; one per digest."""
         team = self.adapters.team_of(requester.adapter_id) if requester and requester.team else self._recent
         seen = {requester.digest} if requester else set()
         chosen: list[AdapterMeta] = []
@@ -130,7 +134,7 @@ class SegmentPlanner:
             if adapter.digest not in seen and takes_fanout(adapter, self.config.kv_sharing):
                 seen.add(adapter.digest)
                 chosen.append(adapter)
-        return chosen[: self.config.residual_fanout]
+        return chosen
 
     def _private_segment(self, sequence: Sequence, budget: int, plan: PlanBuilder) -> int | None:
         """The next segment behind f; tokens used, None without room."""

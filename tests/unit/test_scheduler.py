@@ -125,6 +125,21 @@ def test_base_prompts_fan_out_to_recent_adapters_and_decode_does_not():
     engine.check_answers()
 
 
+def test_fan_out_of_a_backfill_goes_to_who_lacks_the_residual():
+    engine = Engine(fanout=1)
+    engine.add("base", DOCUMENT, 0, max_tokens=1)  # for adapter 1, the first of those never used
+    engine.run()
+    engine.add("third", DOCUMENT, 3, max_tokens=1)
+    engine.run()
+    assert engine.scheduler.counters.backfill_tokens == 40
+    for adapter_id in (1, 2):
+        engine.add(f"agent {adapter_id}", DOCUMENT, adapter_id)
+        engine.run()
+        assert engine.usage[f"agent {adapter_id}", 0].residual == 40
+    assert engine.scheduler.counters.backfill_tokens == 40
+    engine.check_answers()
+
+
 def test_fan_out_never_evicts_what_was_read():
     # room for one document's residual of adapter 1 (2 units a block) and little more
     engine = Engine(units=24, fanout=3)
