@@ -26,7 +26,7 @@ _I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 _F32 = ir.FloatType()
 _PANEL = LANES * QUAD
 _AHEAD = 2048
-"""Bytes ahead of those in work that a panel is asked for: loads alone leave memory half idle."""
+"""Bytes ahead of those in work that a panel is asked for: loads alone keep too few lines under way."""
 _BYTES, _INTS, _FLOATS = ir.VectorType(_I8, _PANEL), ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _MASK = ir.VectorType(_I1, LANES)
 _NOT_FINITE = 0x7F800000

@@ -4,8 +4,8 @@ Tokens come in tiles of 32, two vectors. Keys that many queries meet are turned 
 one dimension of 16 tokens and scores need no horizontal sums. Values keep their layout: a vector holds 16 dimensions of
 one token.
 
-What is read from the caches is asked for some tokens ahead, line by line between the multiplications. A processor's own
-prefetching leaves memory half idle: asked like this, one core streamed 19 GB/s of a cache where loads alone got 12.
+What is read from the caches is asked for some tokens ahead, line by line between the multiplications: a processor's own
+prefetching keeps too few lines under way, and stops where heads make the order of the lines irregular.
 
 Every function takes flat buffers and offsets in elements. What is unrolled is constant, so that one compiled version
 serves every model.
@@ -240,9 +240,8 @@ def _mix_values(
     """out[i] = factor[i] * out[i] + sum_t probs[i, t] * value[t] for `count` queries and `tokens` tokens.
 
     The value of token t, `width` floats (a multiple of 16), begins at `rows[rows_at + t] * size + shift`; `rows` has
-    room for some tokens more, which are asked for whatever stands there. Query i has
-    its probabilities from `probs_at + i * probs_stride`, its factor at `factors_at + i`, its sum from
-    `out_at + i * out_stride`.
+    room for some tokens more, which are asked for whatever stands there. Query i has its
+    probabilities from `probs_at + i * probs_stride`, its factor at `factors_at + i`, its sum from `out_at + i * out_stride`.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
