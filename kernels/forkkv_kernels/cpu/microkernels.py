@@ -241,7 +241,8 @@ def _mix_values(
 
     The value of token t, `width` floats (a multiple of 16), begins at `rows[rows_at + t] * size + shift`; `rows` has
     room for some tokens more, which are asked for whatever stands there. Query i has its
-    probabilities from `probs_at + i * probs_stride`, its factor at `factors_at + i`, its sum from `out_at + i * out_stride`.
+    probabilities from `probs_at + i * probs_stride`, its factor at `factors_at + i`, its sum from
+    `out_at + i * out_stride`.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
