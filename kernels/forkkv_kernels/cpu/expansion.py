@@ -10,6 +10,7 @@ expansion is a product whose 16 accumulators (8 dimensions by 2 vectors) never l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
@@ -23,6 +24,35 @@ PAIRS = 4
 """Rotation pairs (dimensions i and i + D / 2) that one pass of the expansion completes."""
 _UNROLL = 4
 """Columns of a residual (a multiple of 16) per turn of the expansion's loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Expand:
+    """Operands of `_expand_and_score`, in its order."""
+
+    dim: ir.Value
+    residual: ir.Value
+    rank: ir.Value
+    b: ir.Value
+    b_at: ir.Value
+    b_rank: ir.Value
+    rope: ir.Value
+    base: ir.Value
+    base_at: ir.Value
+    factors: ir.Value
+    factors_at: ir.Value
+    out: ir.Value
+    q: ir.Value
+    q_at: ir.Value
+    count: ir.Value
+    scores: ir.Value
+    scores_at: ir.Value
+    scores_stride: ir.Value
+
+    @property
+    def queries(self) -> tuple[ir.Value, ...]:
+        """Queries and the place of their scores, as `emit_scores` takes them."""
+        return self.q, self.q_at, self.count, self.scores, self.scores_at, self.scores_stride
 
 
 @intrinsic
@@ -59,20 +89,20 @@ def _expand_and_score(
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        emit = Emitter(builder)
-        count = args[14]
+        emit, given = Emitter(builder), _Expand(*args)
+        count = given.count
         # Loops of their own, so that models without QK-norm do not branch at every vector.
-        scaled = builder.icmp_signed(">=", args[10], emit.const(0))
+        scaled = builder.icmp_signed(">=", given.factors_at, emit.const(0))
         many = builder.or_(scaled, builder.icmp_signed(">", count, emit.const(FUSED)))
         with builder.if_then(scaled, likely=False):
-            _expand_tile(emit, args, scaled=True)
+            _expand_tile(emit, given, scaled=True)
         with builder.if_then(builder.and_(many, builder.not_(scaled))):
-            _expand_tile(emit, args)
+            _expand_tile(emit, given)
         with builder.if_then(many):
-            emit_scores(emit, args[0], args[11], emit.const(0), *args[12:18])
+            emit_scores(emit, given.dim, given.out, emit.const(0), *given.queries)
         for n in range(1, FUSED + 1):
             with builder.if_then(builder.and_(builder.not_(many), builder.icmp_signed("==", count, emit.const(n)))):
-                _expand_tile(emit, args, queries=n)
+                _expand_tile(emit, given, queries=n)
         return context.get_dummy_value()
 
     ints = types.int64
@@ -83,37 +113,37 @@ def _expand_and_score(
     return signature, generate
 
 
-def _expand_tile(emit: Emitter, args: list[ir.Value], scaled: bool = False, queries: int = 0) -> None:
+def _expand_tile(emit: Emitter, given: _Expand, scaled: bool = False, queries: int = 0) -> None:
     """The loop of `_expand_and_score` over groups of rotation pairs, with or without the factors of QK-norm. `queries`:
     add up their scores and store those; 0: store the keys."""
-    builder, half = emit.builder, emit.builder.lshr(args[0], emit.const(1))
-    begins = [builder.add(args[13], builder.mul(emit.const(n), args[0])) for n in range(queries)]
+    builder, half = emit.builder, emit.builder.lshr(given.dim, emit.const(1))
+    begins = [builder.add(given.q_at, builder.mul(emit.const(n), given.dim)) for n in range(queries)]
     scores = emit.variables([emit.fixed(0.0)] * (queries * VECTORS))
     with emit.loop(half, PAIRS) as i:
-        group = builder.add(args[4], builder.mul(emit.times(i, 2), args[5]))
-        sums = _expand_group(emit, args[1], args[2], args[3], group)
+        group = builder.add(given.b_at, builder.mul(emit.times(i, 2), given.b_rank))
+        sums = _expand_group(emit, given.residual, given.rank, given.b, group)
         for p in range(PAIRS):
             low = emit.sum(i, p)
             high = builder.add(low, half)
-            keys = _complete_pair(emit, args, low, high, sums[p * VECTORS :], sums[(PAIRS + p) * VECTORS :], scaled)
+            keys = _complete_pair(emit, given, low, high, sums[p * VECTORS :], sums[(PAIRS + p) * VECTORS :], scaled)
             for d, tile in zip((low, high), keys, strict=True):
                 for j, key in enumerate(tile):
                     if not queries:
-                        emit.store(key, args[11], emit.times(d, TILE), j * WIDTH)
+                        emit.store(key, given.out, emit.times(d, TILE), j * WIDTH)
                 for n, begin in enumerate(begins):
-                    value = emit.broadcast(args[12], begin, d)
+                    value = emit.broadcast(given.q, begin, d)
                     for j, key in enumerate(tile):
                         place = scores[n * VECTORS + j]
                         place.set(emit.fma(value, key, place.get()))
     for n in range(queries):
-        to = builder.add(args[16], builder.mul(emit.const(n), args[17]))
+        to = builder.add(given.scores_at, builder.mul(emit.const(n), given.scores_stride))
         for j in range(VECTORS):
-            emit.store(scores[n * VECTORS + j].get(), args[15], to, j * WIDTH)
+            emit.store(scores[n * VECTORS + j].get(), given.scores, to, j * WIDTH)
 
 
 def _complete_pair(
     emit: Emitter,
-    args: list[ir.Value],
+    given: _Expand,
     low: ir.Value,
     high: ir.Value,
     ones: list[Variable],
@@ -121,15 +151,15 @@ def _complete_pair(
     scaled: bool,
 ) -> tuple[list[ir.Value], list[ir.Value]]:
     """Keys of dimensions `low` and `high`, rotation partners, from their expansions: vectors of the tile's tokens."""
-    builder, rope, base, factors = emit.builder, args[6], args[7], args[9]
+    builder, rope, base, factors = emit.builder, given.rope, given.base, given.factors
     keys: tuple[list[ir.Value], list[ir.Value]] = ([], [])
     for j in range(VECTORS):
         cos_at, sin_at = (emit.load(rope, emit.times(d, TILE), j * WIDTH) for d in (low, high))
         one, two = ones[j].get(), twos[j].get()
-        own_low, own_high = (emit.load(base, args[8], emit.times(d, TILE), j * WIDTH) for d in (low, high))
+        own_low, own_high = (emit.load(base, given.base_at, emit.times(d, TILE), j * WIDTH) for d in (low, high))
         if scaled:
-            base_factor = emit.load(factors, args[10], j * WIDTH)
-            factor = emit.load(factors, args[10], TILE + j * WIDTH)
+            base_factor = emit.load(factors, given.factors_at, j * WIDTH)
+            factor = emit.load(factors, given.factors_at, TILE + j * WIDTH)
             own_low, own_high = builder.fmul(own_low, base_factor), builder.fmul(own_high, base_factor)
             one, two = builder.fmul(one, factor), builder.fmul(two, factor)
         keys[0].append(emit.fnma(two, sin_at, emit.fma(one, cos_at, own_low)))
@@ -150,6 +180,31 @@ def _expand_group(emit: Emitter, residual: ir.Value, rank: ir.Value, b: ir.Value
                     place = sums[d * VECTORS + j]
                     place.set(emit.fma(weight, tokens[j], place.get()))
     return sums
+
+
+@dataclass(frozen=True, slots=True)
+class _AddOwn:
+    """Operands of `_add_own_scores`, in its order."""
+
+    dim: ir.Value
+    residual: ir.Value
+    rank: ir.Value
+    b: ir.Value
+    b_at: ir.Value
+    b_rank: ir.Value
+    rope: ir.Value
+    factors: ir.Value
+    factors_at: ir.Value
+    q: ir.Value
+    q_at: ir.Value
+    count: ir.Value
+    scores: ir.Value
+    scores_at: ir.Value
+    scores_stride: ir.Value
+    values: ir.Value
+    rows: ir.Value
+    size: ir.Value
+    shift: ir.Value
 
 
 @intrinsic
@@ -184,11 +239,11 @@ def _add_own_scores(
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        emit = Emitter(builder)
+        emit, given = Emitter(builder), _AddOwn(*args)
         for n in range(1, FUSED + 1):
-            with builder.if_then(builder.icmp_signed("==", args[11], emit.const(n))):
-                sums = _own_scores(emit, args, n)
-                _add_scores(emit, args, sums)
+            with builder.if_then(builder.icmp_signed("==", given.count, emit.const(n))):
+                sums = _own_scores(emit, given, n)
+                _add_scores(emit, given, sums)
         return context.get_dummy_value()
 
     ints = types.int64
@@ -199,48 +254,50 @@ def _add_own_scores(
     return signature, generate
 
 
-def _own_scores(emit: Emitter, args: list[ir.Value], queries: int) -> list[list[Variable]]:
+def _own_scores(emit: Emitter, given: _AddOwn, queries: int) -> list[list[Variable]]:
     """The loop of `_add_own_scores` over groups of rotation pairs: for each query its scores, by vectors."""
-    builder, half = emit.builder, emit.builder.lshr(args[0], emit.const(1))
-    begins = [builder.add(args[10], builder.mul(emit.const(n), args[0])) for n in range(queries)]
+    builder, half = emit.builder, emit.builder.lshr(given.dim, emit.const(1))
+    begins = [builder.add(given.q_at, builder.mul(emit.const(n), given.dim)) for n in range(queries)]
     scores = [emit.variables([emit.fixed(0.0)] * VECTORS) for _ in range(queries)]
     with emit.loop(half, PAIRS) as i:
-        _ask_for_values(emit, args, builder.sdiv(i, emit.const(PAIRS)))
-        group = builder.add(args[4], builder.mul(emit.times(i, 2), args[5]))
-        sums = _expand_group(emit, args[1], args[2], args[3], group)
+        _ask_for_values(emit, given, builder.sdiv(i, emit.const(PAIRS)))
+        group = builder.add(given.b_at, builder.mul(emit.times(i, 2), given.b_rank))
+        sums = _expand_group(emit, given.residual, given.rank, given.b, group)
         for p in range(PAIRS):
             low = emit.sum(i, p)
             high = builder.add(low, half)
             for j in range(VECTORS):
-                cos, sin = (emit.load(args[6], emit.times(d, TILE), j * WIDTH) for d in (low, high))
+                cos, sin = (emit.load(given.rope, emit.times(d, TILE), j * WIDTH) for d in (low, high))
                 one, two = sums[p * VECTORS + j].get(), sums[(PAIRS + p) * VECTORS + j].get()
                 own_low = emit.fnma(two, sin, builder.fmul(one, cos))
                 own_high = emit.fma(one, sin, builder.fmul(two, cos))
                 for begin, places in zip(begins, scores, strict=True):
                     for d, key in ((low, own_low), (high, own_high)):
-                        places[j].set(emit.fma(emit.broadcast(args[9], begin, d), key, places[j].get()))
+                        places[j].set(emit.fma(emit.broadcast(given.q, begin, d), key, places[j].get()))
     return scores
 
 
-def _ask_for_values(emit: Emitter, args: list[ir.Value], group: ir.Value) -> None:
+def _ask_for_values(emit: Emitter, given: _AddOwn, group: ir.Value) -> None:
     """The share of group number `group` (of D / 8) in what `_add_own_scores` asks for: a line of half the tokens."""
     line = emit.times(emit.builder.lshr(group, emit.const(1)), WIDTH)
     first = emit.times(emit.builder.and_(group, emit.const(1)), TILE // 2)
     for t in range(TILE // 2):
-        emit.prefetch(args[15], emit.builder.mul(emit.scalar(args[16], first, t), args[17]), args[18], line)
+        emit.prefetch(given.values, emit.builder.mul(emit.scalar(given.rows, first, t), given.size), given.shift, line)
 
 
-def _add_scores(emit: Emitter, args: list[ir.Value], own: list[list[Variable]]) -> None:
+def _add_scores(emit: Emitter, given: _AddOwn, own: list[list[Variable]]) -> None:
     """The end of `_add_own_scores`."""
-    builder, scores = emit.builder, args[12]
-    scaled = builder.icmp_signed(">=", args[8], emit.const(0))
+    builder, scores = emit.builder, given.scores
+    scaled = builder.icmp_signed(">=", given.factors_at, emit.const(0))
     for n, places in enumerate(own):
-        to = builder.add(args[13], builder.mul(emit.const(n), args[14]))
+        to = builder.add(given.scores_at, builder.mul(emit.const(n), given.scores_stride))
         for j, place in enumerate(places):
             base = emit.load(scores, to, j * WIDTH)
             with builder.if_else(scaled, likely=False) as (with_norm, without):
                 with with_norm:
-                    factor, own_factor = (emit.load(args[7], args[8], at + j * WIDTH) for at in (0, TILE))
+                    factor, own_factor = (
+                        emit.load(given.factors, given.factors_at, at + j * WIDTH) for at in (0, TILE)
+                    )
                     total = emit.fma(place.get(), own_factor, builder.fmul(base, factor))
                     emit.store(total, scores, to, j * WIDTH)
                 with without:
