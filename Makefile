@@ -79,7 +79,7 @@ compile-kernels: install ## compile every Triton kernel for sm_80, sm_90 and gfx
 gpu-check: install ## check and measure everything on this machine's GPU
 	$(PY) benchmarks/gpu_check.py $(ARGS)
 
-train-demo: install ## train the demo adapters again (about an hour on two cores); KINDS, ADAPTERS: other teams
+train-demo: install ## train the demo adapters again (about three hours on two cores); KINDS, ADAPTERS: other teams
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/train/train_teams.sh $(ARGS)
 
 wheel: install ## build the wheel into dist/

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Train teams of the demo's three agents with the same data, steps and rank: by default fork-LoRA and ordinary LoRA,
-# the demo team, into configs/demo/adapters. About an hour and a half on two idle cores with bfloat16 matrix units.
+# the demo team, into configs/demo/adapters. About an hour and a half on two idle cores with bfloat16 matrix units. As
+# long again take further rounds of fork-LoRA, which after as many steps is not where the others are; ROUNDS=0 leaves
+# them out.
 #
 #   KINDS="plain alora shared-a fork" ADAPTERS=build/adapters train_teams.sh [steps of the warm start] [steps of each]
 #
@@ -42,10 +44,30 @@ train() { # kind, task
     run --task "$2" --kind "$1" --init "$warm/$(warm_kind "$1")" --steps "$steps" --lr "$(rate "$1")" \
         --out "$adapters/$2$suffix"
 }
-export -f warm_kind rate run warm_up train
+
+further() { # task: further rounds of fork-LoRA, each at a rate that falls to zero again
+    while read -r task steps rate longest seed; do
+        [ "$task" != "$1" ] || run --task "$1" --kind fork --init "$adapters/$1" --steps "$steps" --lr "$rate" \
+            --max-tokens "$longest" --seed "$seed" --out "$adapters/$1" < /dev/null
+    done <<< "$rounds"
+}
+export -f warm_kind rate run warm_up train further
+
+# task, steps, rate, tokens of the longest document, seed
+export rounds="
+extract 300 1e-3 1100 1
+audit 300 1e-3 1100 1
+sql 240 1e-3 1100 1
+extract 400 1.5e-3 1100 2
+audit 400 1.5e-3 1100 2
+audit 540 1.5e-3 1500 3
+sql 400 1.5e-3 1500 3"
 
 two_at_a_time() { xargs -P 2 -L 1 bash -euo pipefail -c '"$@"' -; }
 for kind in ${KINDS:-fork plain}; do echo "warm_up $(warm_kind "$kind")"; done | sort -u | two_at_a_time
 for kind in ${KINDS:-fork plain}; do
     for task in extract sql audit; do echo "train $kind $task"; done
 done | two_at_a_time
+if [[ " ${KINDS:-fork plain} " == *" fork "* && "${ROUNDS:-1}" != 0 ]]; then
+    for task in audit extract sql; do echo "further $task"; done | two_at_a_time
+fi
