@@ -15,7 +15,7 @@ from benchmarks.lib.fidelity_stats import Record
 from benchmarks.lib.forcing import ForcingExecutor, Track
 from forkkv.config import EngineConfig, LoRAConfig, LoRAModule
 from forkkv.engine.core import EngineCore
-from forkkv.sharing import CONTROLS
+from forkkv.sharing import CONTROLS, residual_digest
 from forkkv.types import AdapterKind, EngineRequest, KVSharing, SamplingParams, StepStats
 
 REFERENCE: dict[AdapterKind, KVSharing] = {"plain": "none", "fork": "fork", "alora": "none"}
@@ -124,6 +124,9 @@ class TeamRunner:
                 return "nobody else in the team writes the prefix"
             if any(meta.kind == "alora" for meta in self.executor.adapters):
                 return "aLoRA reads base-written blocks alone, so this is its fork"
+            keys = {residual_digest(meta, mode) for meta in self.executor.adapters}
+            if mode == "shared-a" and len(keys) == len(self.team.adapters):
+                return "no two agents share A, so this is its first-writer"
         return None
 
     def _run(self, mode: KVSharing, items: Sequence[Item], tracks: Sequence[Track]) -> None:

@@ -125,3 +125,10 @@ def test_batches_keep_documents_together_and_have_room(runner: TeamRunner) -> No
 
 def test_an_agent_reads_what_another_one_wrote(runner: TeamRunner) -> None:
     assert [runner.writer_of(name) for name in AGENTS] == ["two", "one"]
+
+
+def test_shared_a_is_run_for_teams_that_share_a(folder: Path, runner: TeamRunner) -> None:
+    copies = dict.fromkeys(AGENTS, folder / "one")
+    assert TeamRunner(Team("copies", copies), runner.config).refusal("shared-a") is None
+    assert runner.refusal("shared-a") == "no two agents share A, so this is its first-writer"
+    assert runner.refusal("first-writer") is None
