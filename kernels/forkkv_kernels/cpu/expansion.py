@@ -27,8 +27,8 @@ _UNROLL = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Expand:
-    """Operands of `_expand_and_score`, in its order."""
+class _Own:
+    """What both code generators begin with: a residual, the B_k it goes through, and the tile's rotation."""
 
     dim: ir.Value
     residual: ir.Value
@@ -37,6 +37,12 @@ class _Expand:
     b_at: ir.Value
     b_rank: ir.Value
     rope: ir.Value
+
+
+@dataclass(frozen=True, slots=True)
+class _Expand(_Own):
+    """Operands of `_expand_and_score`, in its order."""
+
     base: ir.Value
     base_at: ir.Value
     factors: ir.Value
@@ -121,7 +127,7 @@ def _expand_tile(emit: Emitter, given: _Expand, scaled: bool = False, queries: i
     scores = emit.variables([emit.fixed(0.0)] * (queries * VECTORS))
     with emit.loop(half, PAIRS) as i:
         group = builder.add(given.b_at, builder.mul(emit.times(i, 2), given.b_rank))
-        sums = _expand_group(emit, given.residual, given.rank, given.b, group)
+        sums = _expand_group(emit, given, group)
         for p in range(PAIRS):
             low = emit.sum(i, p)
             high = builder.add(low, half)
@@ -167,15 +173,15 @@ def _complete_pair(
     return keys
 
 
-def _expand_group(emit: Emitter, residual: ir.Value, rank: ir.Value, b: ir.Value, group: ir.Value) -> list[Variable]:
+def _expand_group(emit: Emitter, given: _Own, group: ir.Value) -> list[Variable]:
     """rK @ B_k for PAIRS dimensions and their partners (their weights from `group`), times TILE tokens."""
     sums = emit.variables([emit.fixed(0.0)] * (2 * PAIRS * VECTORS))
-    with emit.loop(rank, _UNROLL) as r:
+    with emit.loop(given.rank, _UNROLL) as r:
         for u in range(_UNROLL):
             row, weights = emit.times(emit.sum(r, u), TILE), emit.times(emit.sum(r, u), 2 * PAIRS)
-            tokens = [emit.load(residual, row, j * WIDTH) for j in range(VECTORS)]
+            tokens = [emit.load(given.residual, row, j * WIDTH) for j in range(VECTORS)]
             for d in range(2 * PAIRS):
-                weight = emit.broadcast(b, group, weights, d)
+                weight = emit.broadcast(given.b, group, weights, d)
                 for j in range(VECTORS):
                     place = sums[d * VECTORS + j]
                     place.set(emit.fma(weight, tokens[j], place.get()))
@@ -183,16 +189,9 @@ def _expand_group(emit: Emitter, residual: ir.Value, rank: ir.Value, b: ir.Value
 
 
 @dataclass(frozen=True, slots=True)
-class _AddOwn:
+class _AddOwn(_Own):
     """Operands of `_add_own_scores`, in its order."""
 
-    dim: ir.Value
-    residual: ir.Value
-    rank: ir.Value
-    b: ir.Value
-    b_at: ir.Value
-    b_rank: ir.Value
-    rope: ir.Value
     factors: ir.Value
     factors_at: ir.Value
     q: ir.Value
@@ -262,7 +261,7 @@ def _own_scores(emit: Emitter, given: _AddOwn, queries: int) -> list[list[Variab
     with emit.loop(half, PAIRS) as i:
         _ask_for_values(emit, given, builder.sdiv(i, emit.const(PAIRS)))
         group = builder.add(given.b_at, builder.mul(emit.times(i, 2), given.b_rank))
-        sums = _expand_group(emit, given.residual, given.rank, given.b, group)
+        sums = _expand_group(emit, given, group)
         for p in range(PAIRS):
             low = emit.sum(i, p)
             high = builder.add(low, half)
