@@ -270,7 +270,10 @@ def main() -> int:
     print(text.columns(report.HEAD, report.rows(records)))
     print("\n".join(["", *report.pass_lines(records), *(f"{cell}: {why}" for cell, why in run.refused.items())]))
     print(f"\n{len(by_cell(records))} cells in {duration(time.monotonic() - run.began)}; files: {args.out}.*")
-    return 1 if any(verdict.outcome == "FAIL" for verdict in verdicts(records)) else 0
+    missed = any(verdict.outcome == "FAIL" for verdict in verdicts(records))
+    if missed and args.quick:
+        print("So few documents make a wide interval: equally good teams can miss the line. The full grid decides.")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
