@@ -117,7 +117,7 @@ class CellFigures:
     kl: Interval
     top1: Interval
     shared: float
-    """Share of the prompts' tokens below the fork point."""
+    """Share of the prompts' tokens below the fork point; 0 under `none`, where aLoRA has one and shares nothing."""
 
 
 def figures(records: Sequence[Record]) -> CellFigures:
@@ -130,6 +130,7 @@ def figures(records: Sequence[Record]) -> CellFigures:
         return [sum(map(value, documents[name])) for name in sorted(documents)]
 
     answers, tokens = per_document(lambda record: 1), per_document(lambda record: record.tokens)
+    below = 0 if records[0].mode == "none" else sum(record.fork_point for record in records)
     return CellFigures(
         records[0].cell,
         records[0].mode == records[0].reference,
@@ -138,7 +139,7 @@ def figures(records: Sequence[Record]) -> CellFigures:
         ratio_interval(per_document(lambda record: record.exact), answers),
         ratio_interval(per_document(lambda record: record.kl), tokens),
         ratio_interval(per_document(lambda record: record.agreed), tokens),
-        sum(record.fork_point for record in records) / sum(record.prompt_tokens for record in records),
+        below / sum(record.prompt_tokens for record in records),
     )
 
 

@@ -147,6 +147,10 @@ def test_figures_of_a_cell():
     assert found.kl.value == pytest.approx(0.6 / 40)
 
 
+def test_nothing_is_shared_under_none_though_alora_has_its_invocation():
+    assert figures([replace(record("alora", "none", 0, True), fork_point=80)]).shared == 0
+
+
 # ---- the grid and its work
 
 
